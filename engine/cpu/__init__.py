@@ -1,0 +1,1 @@
+"""Quicker CPU twins of ref functions, for serving without a GPU. conformance checks each against ref."""

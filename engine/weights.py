@@ -1,0 +1,86 @@
+"""What a checkpoint holds, as values: specs that a model asks for, and weights that the loader gives.
+
+A model states its tensors once, as a WeightMap; the loader reads exactly those, and refuses a checkpoint that
+lacks one or holds one more. Models never look inside a LinearWeight: its format and the op table do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Array = Any  # numpy.ndarray on a CPU, cupy.ndarray on a GPU
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """One linear layer of the engine, made of one or more modules of the checkpoint stacked along `out`.
+
+    dest "layers.0.qkv_proj" with parts ("model.layers.0.self_attn.q_proj", 576), (…k_proj, 192), (…v_proj, 192)
+    reads three modules into one [960, in_features] weight.
+    """
+
+    dest: str
+    parts: tuple[tuple[str, int], ...]  # (module name in the checkpoint, its out_features)
+    in_features: int
+    bias: bool = False
+
+    @property
+    def out_features(self) -> int:
+        return sum(out_features for _, out_features in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """A tensor that is used as it is: a norm's scale, the token embedding."""
+
+    dest: str
+    name: str  # full tensor name in the checkpoint
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMap:
+    """Every tensor of an architecture.
+
+    ignored holds regular expressions (full match) for tensors that may be present and are not used. If tied is
+    set, lm_head is the embedding, and an lm_head.weight in the checkpoint is ignored like transformers does.
+    """
+
+    linears: tuple[LinearSpec, ...]
+    arrays: tuple[ArraySpec, ...]
+    ignored: tuple[str, ...] = ()
+    tied: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeight:
+    """The weight of y = x Wᵀ + bias as a value; what is in tensors is the format's business.
+
+    format "dense": tensors["weight"] [out_features, in_features], floating point.
+    """
+
+    format: str
+    out_features: int
+    in_features: int
+    tensors: Mapping[str, Array]
+    bias: Array | None = None  # [out_features]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A loaded checkpoint by dest names."""
+
+    linears: Mapping[str, LinearWeight]
+    arrays: Mapping[str, Array]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held, each buffer counted once (tied weights share one)."""
+        buffers = {id(array): int(array.nbytes) for array in self.arrays.values()}
+        for weight in self.linears.values():
+            buffers.update((id(tensor), int(tensor.nbytes)) for tensor in weight.tensors.values())
+            if weight.bias is not None:
+                buffers[id(weight.bias)] = int(weight.bias.nbytes)
+        return sum(buffers.values())

@@ -1,0 +1,21 @@
+"""Where partial sums of ranks become whole. The runner calls it between the pieces of a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.models.model import Norm
+from engine.ops import OpTable
+
+Array = Any
+
+
+class OneRank:
+    """The communicator of a model that is not split: nothing to add up, so only the fused add + norm is left."""
+
+    def __init__(self, ops: OpTable) -> None:
+        self._ops = ops
+
+    def reduce_add_norm(self, partial: Array, residual: Array, norm: Norm) -> tuple[Array, Array]:
+        """(norm(sum of partials + residual), sum of partials + residual), each [num_tokens, hidden_size]."""
+        return self._ops.add_rmsnorm(partial, residual, norm.weight, norm.eps)

@@ -1,0 +1,125 @@
+"""Paged attention on a CPU, batched so that BLAS does the work. Checked against ref.attention by conformance."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float32 = NDArray[np.float32]
+Int32 = NDArray[np.int32]
+
+QUERY_TILE = 128  # rows of scores held at once: bounds memory at QUERY_TILE · n_heads/n_kv_heads · seq_len floats
+
+
+def attention_decode(
+    q: Float32,
+    k_cache: Float32,
+    v_cache: Float32,
+    block_table: Int32,
+    seq_lens: Int32,
+    sm_scale: float,
+    window: int | None = None,
+) -> Float32:
+    """One query a sequence over its paged keys, [num_seqs, n_heads, head_dim] → the same shape.
+
+    Sequences are padded to the longest of a group; groups are formed by powers of two of the length, so padding
+    at most doubles the work.
+    """
+    bucket = np.frexp(seq_lens.astype(np.float64))[1]
+    if bucket.min() == bucket.max():
+        return _decode_group(q, k_cache, v_cache, block_table, seq_lens, sm_scale, window)
+    out = np.empty_like(q)
+    for size in np.unique(bucket):
+        rows = np.flatnonzero(bucket == size)
+        out[rows] = _decode_group(q[rows], k_cache, v_cache, block_table[rows], seq_lens[rows], sm_scale, window)
+    return out
+
+
+def _decode_group(
+    q: Float32,
+    k_cache: Float32,
+    v_cache: Float32,
+    block_table: Int32,
+    seq_lens: Int32,
+    sm_scale: float,
+    window: int | None,
+) -> Float32:
+    num_seqs, n_heads, head_dim = q.shape
+    block_size, n_kv_heads = k_cache.shape[1:3]
+    longest = int(seq_lens.max())
+    blocks = np.maximum(block_table[:, : -(-longest // block_size)], 0)
+    k = k_cache[blocks].reshape(num_seqs, -1, n_kv_heads, head_dim)[:, :longest]
+    v = v_cache[blocks].reshape(num_seqs, -1, n_kv_heads, head_dim)[:, :longest]
+    place = np.arange(longest, dtype=np.int32)
+    hidden = place >= seq_lens[:, None]
+    if window is not None:
+        hidden |= place < (seq_lens - window)[:, None]
+    any_hidden = bool(hidden.any())
+    if any_hidden:
+        v[hidden] = 0.0  # the gathered copy: what lies behind a sequence may be anything, and 0 · NaN is NaN
+    heads = (q * np.float32(sm_scale)).reshape(num_seqs, n_kv_heads, n_heads // n_kv_heads, head_dim)
+    scores = heads @ k.transpose(0, 2, 3, 1)  # [num_seqs, n_kv_heads, n_rep, longest]
+    if any_hidden:
+        np.copyto(scores, np.float32(-np.inf), where=hidden[:, None, None, :])
+    _softmax_in_place(scores)
+    return (scores @ v.transpose(0, 2, 1, 3)).reshape(num_seqs, n_heads, head_dim)
+
+
+def attention_prefill(
+    q: Float32,
+    k_cache: Float32,
+    v_cache: Float32,
+    block_table: Int32,
+    cu_seqlens_q: Int32,
+    seq_lens: Int32,
+    sm_scale: float,
+    window: int | None = None,
+) -> Float32:
+    """Causal attention of chunks of prompts over paged keys, [num_tokens, n_heads, head_dim] → the same shape.
+
+    Query i of a sequence stands at position seq_len − q_len + i and sees itself and what lies before it, the last
+    `window` of these if given.
+    """
+    out = np.empty_like(q)
+    block_size = k_cache.shape[1]
+    ends = cu_seqlens_q.tolist()
+    for row, seq_len in enumerate(seq_lens.tolist()):
+        blocks = block_table[row, : -(-seq_len // block_size)]
+        k = k_cache[blocks].reshape(-1, *k_cache.shape[2:])[:seq_len].transpose(1, 0, 2)
+        v = v_cache[blocks].reshape(-1, *v_cache.shape[2:])[:seq_len].transpose(1, 0, 2)
+        first = seq_len - (ends[row + 1] - ends[row])  # position of the first query
+        for start in range(ends[row], ends[row + 1], QUERY_TILE):
+            end = min(start + QUERY_TILE, ends[row + 1])
+            position = first + start - ends[row]
+            out[start:end] = _prefill_tile(q[start:end], k, v, position, sm_scale, window)
+    return out
+
+
+def _prefill_tile(
+    q: Float32, k: Float32, v: Float32, position: int, sm_scale: float, window: int | None
+) -> Float32:
+    """Queries at position, position + 1, … of one sequence; k and v are [n_kv_heads, seq_len, head_dim]."""
+    num_rows, n_heads, head_dim = q.shape
+    n_kv_heads = k.shape[0]
+    low = 0 if window is None else max(0, position - window + 1)
+    high = position + num_rows  # no query of the tile sees further
+    heads = (q * np.float32(sm_scale)).reshape(num_rows, n_kv_heads, n_heads // n_kv_heads, head_dim)
+    key_place = np.arange(low, high)
+    query_place = np.arange(position, high)[:, None]
+    hidden = key_place > query_place
+    if window is not None:
+        hidden |= key_place <= query_place - window
+    out = np.empty_like(heads)
+    for kv_head in range(n_kv_heads):
+        rows = heads[:, kv_head].reshape(-1, head_dim)  # [num_rows · n_rep, head_dim]
+        scores = (rows @ k[kv_head, low:high].T).reshape(num_rows, -1, high - low)
+        np.copyto(scores, np.float32(-np.inf), where=hidden[:, None, :])
+        _softmax_in_place(scores)
+        out[:, kv_head] = (scores.reshape(len(rows), -1) @ v[kv_head, low:high]).reshape(num_rows, -1, head_dim)
+    return out.reshape(num_rows, n_heads, head_dim)
+
+
+def _softmax_in_place(scores: Float32) -> None:
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)

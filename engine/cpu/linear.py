@@ -1,0 +1,33 @@
+"""Dense linear on a CPU. Checked against ref.linear by conformance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.weights import LinearWeight
+
+Float32 = NDArray[np.float32]
+
+
+def prepare_dense(weight: LinearWeight) -> LinearWeight:
+    """Stores the weight as weight_t [in_features, out_features], C order.
+
+    OpenBLAS multiplies a few rows by that layout about a fifth faster than by [out, in] (2 cores, 2 to 32 rows).
+    """
+    stored = np.ascontiguousarray(np.asarray(weight.tensors["weight"], np.float32).T)
+    return replace(weight, tensors={"weight_t": stored})
+
+
+def linear(x: Float32, weight: LinearWeight) -> Float32:
+    """y = x Wᵀ + bias, [num_tokens, in_features] → [num_tokens, out_features] float32.
+
+    A weight that is also the embedding keeps its [out, in] layout ("weight"); all others have "weight_t".
+    """
+    stored = weight.tensors.get("weight_t")
+    y: Float32 = x @ (weight.tensors["weight"].T if stored is None else stored)
+    if weight.bias is not None:
+        y += weight.bias
+    return y

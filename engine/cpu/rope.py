@@ -1,0 +1,40 @@
+"""Rotary embedding fused with the KV write, on a CPU. Checked against ref.rope by conformance."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float32 = NDArray[np.float32]
+Int32 = NDArray[np.int32]
+
+
+def rope_kv_write(
+    q: Float32,
+    k: Float32,
+    v: Float32,
+    cos_sin: Float32,
+    slot_mapping: Int32,
+    k_cache: Float32,
+    v_cache: Float32,
+) -> Float32:
+    """Rotates q and k (half-split pairs), stores k and v at their slots, and returns the rotated q.
+
+    q [num_tokens, n_heads, head_dim]; k, v [num_tokens, n_kv_heads, head_dim]; cos_sin [num_tokens, head_dim];
+    slot_mapping [num_tokens], all ≥ 0 here; caches [num_blocks, block_size, n_kv_heads, head_dim]. float32.
+    """
+    k_cache.reshape(-1, *k_cache.shape[2:])[slot_mapping] = _rotate(k, cos_sin)
+    v_cache.reshape(-1, *v_cache.shape[2:])[slot_mapping] = v
+    return _rotate(q, cos_sin)
+
+
+def _rotate(x: Float32, cos_sin: Float32) -> Float32:
+    half = x.shape[2] // 2
+    cos, sin = cos_sin[:, None, :half], cos_sin[:, None, half:]
+    first, second = x[:, :, :half], x[:, :, half:]
+    out = np.empty_like(x)
+    np.multiply(first, cos, out=out[:, :, :half])
+    out[:, :, :half] -= second * sin
+    np.multiply(second, cos, out=out[:, :, half:])
+    out[:, :, half:] += first * sin
+    return out

@@ -1,0 +1,123 @@
+"""Llama 1 to 3.3, and Mistral, which is Llama with a sliding window. Defined by ref.model.llama."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from engine.batch import ForwardBatch
+from engine.config import ModelConfig
+from engine.kv_cache import CacheSpec, KVCache
+from engine.models.model import Model, Norm, Piece
+from engine.ops import OpTable
+from engine.weights import ArraySpec, LinearSpec, WeightMap, Weights
+
+Array = Any
+
+
+def weight_map(config: ModelConfig) -> WeightMap:
+    """Every tensor of a checkpoint with this config."""
+    hidden, heads = config.hidden_size, config.n_heads * config.head_dim
+    kv_heads, wide = config.n_kv_heads * config.head_dim, config.intermediate_size
+    linears: list[LinearSpec] = []
+    arrays = [
+        ArraySpec("embed_tokens", "model.embed_tokens.weight", (config.vocab_size, hidden)),
+        ArraySpec("norm", "model.norm.weight", (hidden,)),
+    ]
+    for layer in range(config.n_layers):
+        dest, source = f"layers.{layer}", f"model.layers.{layer}"
+        attn, mlp = f"{source}.self_attn", f"{source}.mlp"
+        qkv = ((f"{attn}.q_proj", heads), (f"{attn}.k_proj", kv_heads), (f"{attn}.v_proj", kv_heads))
+        gate_up = ((f"{mlp}.gate_proj", wide), (f"{mlp}.up_proj", wide))
+        linears += [
+            LinearSpec(f"{dest}.qkv_proj", qkv, hidden, config.attention_bias),
+            LinearSpec(f"{dest}.o_proj", ((f"{attn}.o_proj", hidden),), heads, config.attention_bias),
+            LinearSpec(f"{dest}.gate_up_proj", gate_up, hidden, config.mlp_bias),
+            LinearSpec(f"{dest}.down_proj", ((f"{mlp}.down_proj", hidden),), wide, config.mlp_bias),
+        ]
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            arrays.append(ArraySpec(f"{dest}.{norm}", f"{source}.{norm}.weight", (hidden,)))
+    if not config.tie_word_embeddings:
+        linears.append(LinearSpec("lm_head", (("lm_head", config.vocab_size),), hidden))
+    return WeightMap(
+        linears=tuple(linears),
+        arrays=tuple(arrays),
+        ignored=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
+        tied=config.tie_word_embeddings,
+    )
+
+
+def build(config: ModelConfig, weights: Weights, ops: OpTable) -> Model:
+    """The model over an op table; weights are prepared for it already."""
+    pieces: list[Piece] = []
+    for layer in range(config.n_layers):
+        dest = f"layers.{layer}"
+        attn_norm = Norm(weights.arrays[f"{dest}.input_layernorm"], config.rms_norm_eps)
+        mlp_norm = Norm(weights.arrays[f"{dest}.post_attention_layernorm"], config.rms_norm_eps)
+        attn = partial(attention, config=config, weights=weights, ops=ops, layer=layer)
+        pieces.append(Piece(f"{dest}.attention", attn_norm, attn))
+        pieces.append(Piece(f"{dest}.mlp", mlp_norm, partial(mlp, weights=weights, ops=ops, layer=layer)))
+    table = weights.arrays["embed_tokens"]
+    return Model(
+        config=config,
+        embed=lambda batch: ops.embedding(batch.token_ids, table),
+        pieces=tuple(pieces),
+        final_norm=Norm(weights.arrays["norm"], config.rms_norm_eps),
+        logits=lambda hidden: ops.linear(hidden, weights.linears["lm_head"]),
+        cache_specs=(CacheSpec("full", tuple(range(config.n_layers)), config.n_kv_heads, config.head_dim),),
+    )
+
+
+def attention(
+    hidden: Array,
+    batch: ForwardBatch,
+    cache: KVCache,
+    config: ModelConfig,
+    weights: Weights,
+    ops: OpTable,
+    layer: int,
+) -> Array:
+    """[num_tokens, hidden_size] → the same; writes the layer's keys and values."""
+    n_heads, n_kv_heads, head_dim = config.n_heads, config.n_kv_heads, config.head_dim
+    qkv = ops.linear(hidden, weights.linears[f"layers.{layer}.qkv_proj"])
+    heads = qkv.reshape(batch.num_tokens, n_heads + 2 * n_kv_heads, head_dim)
+    q, k, v = heads[:, :n_heads], heads[:, n_heads : n_heads + n_kv_heads], heads[:, n_heads + n_kv_heads :]
+    k_cache, v_cache = cache.k_cache[layer], cache.v_cache[layer]
+    q = ops.rope_kv_write(q, k, v, batch.rope_cos_sin, batch.slot_mapping, k_cache, v_cache)
+    out = attend(q, batch, k_cache, v_cache, head_dim**-0.5, config.sliding_window, ops)
+    return ops.linear(out.reshape(batch.num_tokens, -1), weights.linears[f"layers.{layer}.o_proj"])
+
+
+def attend(
+    q: Array,
+    batch: ForwardBatch,
+    k_cache: Array,
+    v_cache: Array,
+    sm_scale: float,
+    window: int | None,
+    ops: OpTable,
+) -> Array:
+    """Decoding rows go to the one kernel, prefilling rows to the other; q and result [num_tokens, n_heads, head_dim]."""
+    num_decodes = batch.num_decodes
+    out = q  # rotated q is not needed again: each row is read before it is overwritten
+    if num_decodes:
+        table, lens = batch.block_table[:num_decodes], batch.seq_lens[:num_decodes]
+        out[:num_decodes] = ops.attention_decode(q[:num_decodes], k_cache, v_cache, table, lens, sm_scale, window)
+    if num_decodes < batch.num_tokens:
+        out[num_decodes:] = ops.attention_prefill(
+            q[num_decodes:],
+            k_cache,
+            v_cache,
+            batch.block_table[num_decodes:],
+            batch.cu_seqlens_q[num_decodes:] - num_decodes,
+            batch.seq_lens[num_decodes:],
+            sm_scale,
+            window,
+        )
+    return out
+
+
+def mlp(hidden: Array, batch: ForwardBatch, cache: KVCache, weights: Weights, ops: OpTable, layer: int) -> Array:
+    """[num_tokens, hidden_size] → the same."""
+    gate_up = ops.linear(hidden, weights.linears[f"layers.{layer}.gate_up_proj"])
+    return ops.linear(ops.gate_up_act(gate_up), weights.linears[f"layers.{layer}.down_proj"])

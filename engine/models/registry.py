@@ -1,0 +1,26 @@
+"""Architecture name in config.json → the file that knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from engine.config import ModelConfig
+from engine.models import llama
+from engine.models.model import Model
+from engine.ops import OpTable
+from engine.weights import WeightMap, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    weight_map: Callable[[ModelConfig], WeightMap]
+    build: Callable[[ModelConfig, Weights, OpTable], Model]
+
+
+LLAMA = Architecture(llama.weight_map, llama.build)
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "LlamaForCausalLM": LLAMA,
+    "MistralForCausalLM": LLAMA,
+}

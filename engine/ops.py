@@ -1,0 +1,47 @@
+"""The op table: the one set of functions that models are written against.
+
+On a GPU its entries are kernel wrappers, on a CPU functions of engine.cpu and ref; both have the name and the
+leading parameters of the ref function that defines them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from engine.cpu import activation, attention, linear, rmsnorm, rope
+from engine.weights import LinearWeight
+from ref import embedding
+
+Array = Any
+
+
+@dataclass(frozen=True, slots=True)
+class OpTable:
+    """Functions on arrays of one target. Shapes are in the ref function of the same name."""
+
+    embedding: Callable[[Array, Array], Array]  # (token_ids, table)
+    linear: Callable[[Array, LinearWeight], Array]  # (x, weight)
+    rmsnorm: Callable[[Array, Array, float], Array]  # (x, weight, eps)
+    add_rmsnorm: Callable[[Array, Array, Array, float], tuple[Array, Array]]  # (x, residual, weight, eps)
+    rope_kv_write: Callable[..., Array]  # (q, k, v, cos_sin, slot_mapping, k_cache, v_cache)
+    attention_decode: Callable[..., Array]  # (q, k_cache, v_cache, block_table, seq_lens, sm_scale, window)
+    attention_prefill: Callable[..., Array]  # (…, block_table, cu_seqlens_q, seq_lens, sm_scale, window)
+    gate_up_act: Callable[[Array], Array]  # (gate_up)
+    prepare: Callable[[LinearWeight], LinearWeight]  # a loaded weight → the layout that linear wants
+
+
+def cpu_ops() -> OpTable:
+    """The op table of a machine without a GPU, float32."""
+    return OpTable(
+        embedding=embedding.embedding,
+        linear=linear.linear,
+        rmsnorm=rmsnorm.rmsnorm,
+        add_rmsnorm=rmsnorm.add_rmsnorm,
+        rope_kv_write=rope.rope_kv_write,
+        attention_decode=attention.attention_decode,
+        attention_prefill=attention.attention_prefill,
+        gate_up_act=activation.gate_up_act,
+        prepare=linear.prepare_dense,
+    )

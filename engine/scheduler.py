@@ -1,0 +1,214 @@
+"""Decides what every step computes: admit, chunk, decode, preempt, finish.
+
+Continuous batching: a step mixes one token of every decoding sequence with chunks of several prefills, within
+max_num_batched_tokens. Takes sequences from the loop, blocks from the BlockManager; gives StepPlans. Knows
+nothing of arrays on a device, of text, or of time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from engine.batch import StepPlan
+from engine.blocks import BlockManager
+from engine.sequence import Sequence, SequenceState
+
+MAX_OVERTAKEN = 32  # after so many younger sequences passed it, a waiting one lets nobody pass any more
+MAX_LOOKAHEAD = 16  # waiting sequences that do not fit are tried up to this number a step
+
+
+class Scheduler:
+    """Owns the waiting and running queues.
+
+    Rules: decoding goes before prefilling, prefilling in order of admission. A sequence is admitted only if all
+    of its tokens fit the free blocks with one block to spare for each running sequence, so prefill never runs
+    out. A decoding sequence that needs a block when none is free takes them from the youngest running one, which
+    waits at the head of the queue and is computed again; the oldest therefore always gets through. One that is
+    alone and has filled the pool ends with finish reason "length".
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        self.blocks = blocks
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of admission
+        self.exhausted: list[Sequence] = []  # running alone, but the pool is full: the loop ends them
+        self.preempted: list[Sequence] = []  # since the loop last looked
+        self.admitted: list[Sequence] = []  # since the loop last looked
+        self.num_preemptions = 0
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        width = min(blocks.blocks_for(max_model_len), blocks.num_blocks)
+        self._block_tables = np.full((max_num_seqs, width), -1, np.int32)
+        self._step = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def add(self, seqs: Iterable[Sequence]) -> None:
+        self.waiting.extend(seqs)
+
+    def remove(self, seq: Sequence, discard: bool = False) -> None:
+        """Ends a sequence in any state; its blocks are free at once. With discard its KV is not reused."""
+        if seq.state is SequenceState.RUNNING:
+            self.running.remove(seq)
+            self._release(seq, discard)
+        elif seq.state is SequenceState.WAITING:
+            self.waiting.remove(seq)
+        seq.state = SequenceState.FINISHED
+
+    def preempt(self, seq: Sequence) -> None:
+        """Sends a running sequence back to the head of the queue; what it has generated is kept."""
+        self.running.remove(seq)
+        self._release(seq)
+        seq.state = SequenceState.WAITING
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+        self.preempted.append(seq)
+        self.waiting.appendleft(seq)
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None if nothing can be computed (all queues empty, or only exhausted sequences)."""
+        decodes, budget = self._schedule_decodes()
+        chunks: list[tuple[Sequence, int]] = []
+        for seq in self.running:
+            if budget > 0 and seq.num_remaining > 1:
+                chunks.append((seq, min(seq.num_remaining, budget)))
+                budget -= chunks[-1][1]
+        self._admit(chunks, budget)
+        if not decodes and not chunks:
+            return None
+        self._step += 1
+        return self._plan(decodes, chunks)
+
+    def commit(self, plan: StepPlan, seqs: list[Sequence]) -> None:
+        """Notes that a step has been computed: KV of its tokens is in memory. seqs are its rows in order."""
+        for seq, count in zip(seqs, np.diff(plan.cu_seqlens_q).tolist(), strict=True):
+            seq.num_computed += count
+            if seq.num_computed // self.blocks.block_size > len(seq.prefix):
+                self.blocks.commit(seq)
+
+    # ---- inside
+
+    def _schedule_decodes(self) -> tuple[list[Sequence], int]:
+        """Sequences that decode in this step, each with a block for its token; preempts where there is none."""
+        decodes: list[Sequence] = []
+        budget = self.max_num_batched_tokens
+        for seq in list(self.running):
+            if seq.state is not SequenceState.RUNNING or seq.num_remaining != 1:
+                continue
+            if self.blocks.needs_block(seq) and not self._make_room(seq):
+                continue
+            decodes.append(seq)
+            budget -= 1
+        return decodes, budget
+
+    def _make_room(self, seq: Sequence) -> bool:
+        """Gives a decoding sequence one more block, at the cost of younger ones; False if it cannot go on."""
+        while self.blocks.num_free == 0:
+            youngest = self.running[-1]
+            if youngest is seq:
+                if len(self.running) == 1:
+                    self.exhausted.append(seq)
+                else:
+                    self.preempt(seq)
+                return False
+            self.preempt(youngest)
+        if len(seq.block_ids) == self._block_tables.shape[1]:
+            self.exhausted.append(seq)
+            return False
+        block = self.blocks.grow(seq)
+        self._block_tables[seq.slot, len(seq.block_ids) - 1] = block
+        return True
+
+    def _admit(self, chunks: list[tuple[Sequence, int]], budget: int) -> None:
+        """Moves waiting sequences to running while budget, slots and blocks last.
+
+        A sequence whose blocks do not fit may be overtaken by younger ones, but only MAX_OVERTAKEN times.
+        """
+        passed: list[Sequence] = []
+        for seq in list(self.waiting):
+            if budget <= 0 or not self._free_slots:
+                break
+            if self._waits_for_sibling(seq):
+                continue
+            matched = self.blocks.match_prefix(seq)
+            spare = len(self.running)
+            if self.blocks.num_blocks_to_admit(seq, matched) + spare > self.blocks.num_free:
+                passed.append(seq)
+                if seq.num_overtaken >= MAX_OVERTAKEN or len(passed) == MAX_LOOKAHEAD:
+                    break
+                continue
+            for older in passed:
+                older.num_overtaken += 1
+            self.waiting.remove(seq)
+            self._start(seq, matched)
+            chunks.append((seq, min(seq.num_remaining, budget)))
+            budget -= chunks[-1][1]
+
+    def _waits_for_sibling(self, seq: Sequence) -> bool:
+        """Choices of one request wait until the first has computed the prompt, then share its blocks."""
+        first = seq.first_sibling
+        if first is None or not self.blocks.enable_prefix_caching or first.state is SequenceState.FINISHED:
+            return False
+        return first.num_computed < first.num_prompt and first.num_preemptions == 0
+
+    def _start(self, seq: Sequence, matched: list[int]) -> None:
+        self.blocks.admit(seq, matched)
+        if seq.num_preemptions == 0:
+            seq.num_cached_tokens = seq.num_computed
+        if seq.wants_prompt_logprobs:
+            seq.prompt_logprobs = [None]  # nothing precedes the first token; entries of a broken-off prefill go
+        seq.state = SequenceState.RUNNING
+        seq.slot = self._free_slots.pop()
+        self._block_tables[seq.slot, : len(seq.block_ids)] = seq.block_ids
+        self.running.append(seq)
+        self.admitted.append(seq)
+
+    def _release(self, seq: Sequence, discard: bool = False) -> None:
+        self._block_tables[seq.slot, : len(seq.block_ids)] = -1
+        self.blocks.free(seq, discard)
+        self._free_slots.append(seq.slot)
+        seq.slot = -1
+
+    def _plan(self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]]) -> StepPlan:
+        seqs = decodes + [seq for seq, _ in chunks]
+        counts = [1] * len(decodes) + [count for _, count in chunks]
+        token_ids = [seq.token_ids[-1] for seq in decodes]
+        num_logits = [1] * len(decodes)
+        for seq, count in chunks:
+            token_ids += seq.token_ids[seq.num_computed : seq.num_computed + count]
+            num_logits.append(self._num_logits(seq, count))
+        slots = np.array([seq.slot for seq in seqs], np.int32)
+        width = max(len(seq.block_ids) for seq in seqs)
+        cu_seqlens_q = np.zeros(len(seqs) + 1, np.int32)
+        np.cumsum(counts, out=cu_seqlens_q[1:])
+        return StepPlan(
+            step=self._step,
+            slots=slots,
+            starts=np.array([seq.num_computed for seq in seqs], np.int32),
+            cu_seqlens_q=cu_seqlens_q,
+            token_ids=np.array(token_ids, np.int32),
+            block_table=self._block_tables[slots, :width],
+            num_logits=np.array(num_logits, np.int32),
+            samples=np.array(
+                [True] * len(decodes) + [count == seq.num_remaining for seq, count in chunks], np.bool_
+            ),
+            rope_lens=np.array([seq.rope_len for seq in seqs], np.int32),
+            num_decodes=len(decodes),
+        )
+
+    @staticmethod
+    def _num_logits(seq: Sequence, count: int) -> int:
+        if seq.wants_prompt_logprobs:
+            return count
+        return 1 if count == seq.num_remaining else 0

@@ -1,0 +1,74 @@
+"""One choice of one request, from arrival to its last token.
+
+Takes a GenerationRequest; the scheduler and the block manager keep its state here. Knows nothing of arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from engine.api import GenerationRequest, TokenLogprob
+
+
+class SequenceState(Enum):
+    WAITING = "waiting"  # owns no block and no slot
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixNode:
+    """Identity of a cached block together with all blocks before it (see blocks)."""
+
+    digest: bytes
+    serial: int
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """State of one choice.
+
+    token_ids is prompt then output; the KV of the first num_computed of them is in the cache, in block_ids.
+    A sequence decodes when exactly one token is left to compute, and prefills when more are, so a resumed
+    sequence (whose output is computed again) needs no state of its own.
+    """
+
+    request: GenerationRequest
+    index: int
+    seed: int
+    max_tokens: int  # already cut to the room that the context leaves
+    stop_ids: dict[int, int | None]  # ids that end the sequence → stop_reason (None for the model's own)
+    rope_len: int = 0  # the length that chose a dynamic rope table; 0 where the table is fixed
+    token_ids: list[int] = field(default_factory=list)
+    num_prompt: int = 0
+    num_computed: int = 0
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    block_ids: list[int] = field(default_factory=list)
+    prefix: list[PrefixNode] = field(default_factory=list)  # of the leading blocks that are full and computed
+    state: SequenceState = SequenceState.WAITING
+    slot: int = -1
+    num_overtaken: int = 0  # younger sequences admitted while this one waited for blocks
+    num_preemptions: int = 0
+    first_sibling: Sequence | None = None  # choice 0, whose prompt blocks the other choices share
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # grows chunk by chunk; None if not asked for
+    reported: bool = False  # an event has been emitted
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.prompt_ids)
+        self.num_prompt = len(self.token_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens whose KV is still to be computed."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """True until every prompt position has its entry; such a prefill reads nothing from the prefix cache."""
+        asked = self.request.sampling.prompt_logprobs is not None
+        return asked and len(self.prompt_logprobs or ()) < self.num_prompt

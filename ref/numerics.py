@@ -63,8 +63,9 @@ def logsumexp(x: Array, axis: int = -1) -> Array:
     largest = np.max(x, axis=axis, keepdims=True)
     shift = np.where(np.isfinite(largest), largest, 0).astype(x.dtype)
     with np.errstate(divide="ignore"):  # log 0 = −inf is the answer
-        total = np.log(np.sum(np.exp(x - shift), axis=axis, keepdims=True)) + shift
-    return np.squeeze(total, axis)
+        total = np.log(np.sum(np.exp(x - shift), axis=axis))
+    result: Array = total + np.squeeze(shift, axis)
+    return result
 
 
 def softmax(x: Array, axis: int = -1) -> Array:
@@ -78,7 +79,8 @@ def softmax(x: Array, axis: int = -1) -> Array:
     largest = np.max(x, axis=axis, keepdims=True)
     weights: Array = np.exp(x - np.where(np.isfinite(largest), largest, 0).astype(x.dtype))
     total = np.sum(weights, axis=axis, keepdims=True)
-    return weights / np.where(total == 0, 1, total)
+    result: Array = weights / np.where(total == 0, 1, total).astype(x.dtype)
+    return result
 
 
 def relative_error(actual: Array, expected: Array) -> float:

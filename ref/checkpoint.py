@@ -1,0 +1,87 @@
+"""Reads .safetensors files with nothing but JSON and a memory map.
+
+A file is: 8 bytes, the header's length N (little-endian); N bytes of JSON, name → {dtype, shape, data_offsets};
+then the tensors' bytes, to which data_offsets [begin, end) refer. A big checkpoint is cut into several files with
+model.safetensors.index.json, whose weight_map says which file holds which tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from ref.numerics import bf16_to_float32
+
+Array = NDArray[Any]
+
+STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # how the bytes of each type are viewed
+MAX_HEADER_BYTES = 100_000_000
+
+
+def read_checkpoint(folder: str | Path, dtype: DTypeLike = np.float32) -> dict[str, Array]:
+    """All tensors of a folder by name, each converted to dtype (exact from bfloat16 and float16).
+
+    Raises:
+        FileNotFoundError: neither model.safetensors nor an index, or a file that the index names is missing.
+        ValueError: a damaged file, a tensor of another type, or an index that points outside the folder.
+    """
+    folder = Path(folder)
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        single = folder / "model.safetensors"
+        if not single.exists():
+            raise FileNotFoundError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
+        return read_safetensors(single, dtype)
+    weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    tensors: dict[str, Array] = {}
+    for file in sorted(set(weight_map.values())):
+        if Path(file).name != file or file in ("", ".", ".."):
+            raise ValueError(f"{index} names the file {file!r}; only files beside the index are read")
+        held = read_safetensors(folder / file, dtype)
+        for name in (name for name, place in weight_map.items() if place == file):
+            if name not in held:
+                raise ValueError(f"{index} says that {file} holds the tensor {name}, but it does not")
+            tensors[name] = held[name]
+    return tensors
+
+
+def read_safetensors(path: str | Path, dtype: DTypeLike = np.float32) -> dict[str, Array]:
+    """All tensors of one file by name, as in read_checkpoint."""
+    path = Path(path)
+    size = path.stat().st_size
+    if size < 8:
+        raise ValueError(f"{path} is damaged: {size} bytes are too few for a safetensors file")
+    raw = np.memmap(path, np.uint8, mode="r")
+    header_bytes = int.from_bytes(raw[:8].tobytes(), "little")
+    if header_bytes > min(size - 8, MAX_HEADER_BYTES):
+        raise ValueError(f"{path} is damaged: its header claims {header_bytes} bytes of a file of {size}")
+    try:
+        header = json.loads(raw[8 : 8 + header_bytes].tobytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: its header is no JSON ({error})") from None
+    data = raw[8 + header_bytes :]
+    return {
+        name: _read_tensor(path, data, name, entry).astype(dtype)
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def _read_tensor(path: Path, data: NDArray[np.uint8], name: str, entry: dict[str, Any]) -> Array:
+    """One tensor in a floating type that holds its values exactly; [shape of entry]."""
+    if entry["dtype"] not in STORED:
+        raise ValueError(f"{path}: tensor {name} is {entry['dtype']}; ref reads {', '.join(STORED)}")
+    begin, end = entry["data_offsets"]
+    wanted = math.prod(entry["shape"]) * np.dtype(STORED[entry["dtype"]]).itemsize
+    if not 0 <= begin <= end <= data.size or end - begin != wanted:
+        raise ValueError(
+            f"{path} is damaged: tensor {name} of shape {entry['shape']} needs {wanted} bytes, but stands at "
+            f"bytes {begin} to {end} of {data.size}"
+        )
+    values = np.frombuffer(data[begin:end].tobytes(), STORED[entry["dtype"]]).reshape(entry["shape"])
+    return bf16_to_float32(values) if entry["dtype"] == "BF16" else values

@@ -163,7 +163,14 @@ def log_softmax(logits: Floats) -> Floats:
     return logprobs.astype(logits.dtype)
 
 
-def top_logprobs(logits: Floats, k: int) -> tuple[NDArray[np.int64], Floats]:
-    """The k best ids of each row, best first, and their logprobs. [num_rows, vocab] → two [num_rows, min(k, vocab)]."""
-    token_ids = rank(logits)[..., :k]
-    return token_ids, np.take_along_axis(log_softmax(logits), token_ids, axis=-1)
+def token_logprobs(logits: Floats, token_ids: ArrayLike, k: int) -> tuple[Floats, NDArray[np.int64], Floats]:
+    """Logprobs to report for rows of logits [num_rows, vocab] as the model gave them, token_ids [num_rows].
+
+    Returns the logprob of each row's token [num_rows], the k best ids of the row, best first, and their logprobs,
+    both [num_rows, min(k, vocab)].
+    """
+    logprobs = log_softmax(logits)
+    own_ids = np.asarray(token_ids, dtype=np.int64)[:, None]
+    top_ids = rank(logits)[:, :k]
+    own = np.take_along_axis(logprobs, own_ids, axis=-1)[:, 0]
+    return own, top_ids, np.take_along_axis(logprobs, top_ids, axis=-1)

@@ -70,14 +70,16 @@ def _sample_row(
     min_p: np.float64,
     uniform: np.float32,
 ) -> int:
+    heat = np.float32(temperature)
     kept_ids = None  # all of them
     logits = row
     if 0 < top_k < len(row):
-        kept_ids = _top_k_ids(row, int(top_k))
+        kept_ids = _best_positions(row, int(top_k))
         logits = row[kept_ids]
-    weights = np.exp((logits - best) / np.float32(temperature))
+    weights = np.exp((logits - best) / heat)
     if top_p < 1.0:
-        nucleus = _top_p_positions(logits, weights, float(top_p))
+        num_kept, lowest = _nucleus(logits, weights, best, heat, float(top_p))
+        nucleus = _positions_from(logits, lowest, num_kept)
         kept_ids = nucleus if kept_ids is None else kept_ids[nucleus]
         weights = weights[nucleus]
     if min_p > 0.0:
@@ -86,26 +88,31 @@ def _sample_row(
     return position if kept_ids is None else int(kept_ids[position])
 
 
-def _top_k_ids(row: Float32, k: int) -> NDArray[np.intp]:
-    """The k best ids of row [vocab], lower ids first among equals, in ascending order of id."""
-    last = np.partition(row, len(row) - k)[len(row) - k]
-    above = np.flatnonzero(row > last)
-    equal = np.flatnonzero(row == last)[: k - len(above)]
+def _best_positions(row: Float32, k: int) -> NDArray[np.intp]:
+    """The k best positions of row [vocab], lower ones first among equals, in ascending order."""
+    return _positions_from(row, np.partition(row, len(row) - k)[len(row) - k], k)
+
+
+def _positions_from(row: Float32, lowest: np.float32, k: int) -> NDArray[np.intp]:
+    """The k best positions, ascending, where the last of them is known to have the value lowest."""
+    above = np.flatnonzero(row > lowest)
+    equal = np.flatnonzero(row == lowest)[: k - len(above)]
     return np.sort(np.concatenate([above, equal]))
 
 
-def _top_p_positions(logits: Float32, weights: Float32, top_p: float) -> NDArray[np.intp]:
-    """Positions, ascending, of the shortest head of the ranking that holds top_p of all weight.
+def _nucleus(
+    logits: Float32, weights: Float32, best: np.float32, heat: np.float32, top_p: float
+) -> tuple[int, np.float32]:
+    """Length of the shortest head of the ranking that holds top_p of all weight, and the logit that ends it.
 
     Only weights at or above half of (1 − top_p) · total / len are sorted: those below it hold at most half of what
     the head leaves out, so none of them can be in it.
     """
     total = float(weights.sum(dtype=np.float64))
-    candidates = np.flatnonzero(weights >= 0.5 * (1.0 - top_p) * total / len(weights))
-    ranked = candidates[np.argsort(-logits[candidates], kind="stable")]
-    mass = np.cumsum(weights[ranked], dtype=np.float64)
-    num_kept = 1 + int(np.count_nonzero(mass < top_p * total))
-    return np.sort(ranked[:num_kept])
+    ranked = np.sort(logits[weights >= 0.5 * (1.0 - top_p) * total / len(weights)])[::-1]
+    mass = np.cumsum(np.exp((ranked - best) / heat), dtype=np.float64)
+    num_kept = 1 + int(np.count_nonzero(mass[:-1] < top_p * total))
+    return num_kept, ranked[num_kept - 1]
 
 
 def _draw(weights: Float32, uniform: float) -> int:
@@ -137,7 +144,7 @@ def token_logprobs(
         log_total = np.log(np.exp(row - best).sum(dtype=np.float64))
         own[i] = row[token_ids[i]] - best - log_total
         if num_top:
-            ids = _top_k_ids(row, num_top)
+            ids = _best_positions(row, num_top)
             top_ids[i] = ids[np.argsort(-row[ids], kind="stable")]
             top[i] = row[top_ids[i]] - best - log_total
     return own, top_ids, top

@@ -21,7 +21,7 @@ def silu(x: Array) -> Array:
     return y
 
 
-def silu_and_mul(gate_up: Array) -> Array:
+def gate_up_act(gate_up: Array) -> Array:
     """silu(gate) · up, the gated feed-forward unit of Llama (SwiGLU; Shazeer 2020, "GLU Variants").
 
     Args:

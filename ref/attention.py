@@ -111,21 +111,44 @@ def attention_decode(
     seq_lens: Ints,
     sm_scale: float,
     window: int | None = None,
-    num_splits: int = 1,
     *,
+    num_splits: int = 1,
     storage: str | None = None,
-) -> tuple[Array, Array]:
-    """Attention of one query a sequence, its last token, with the keys cut into num_splits runs of whole blocks.
-
-    One query cannot fill a GPU, but its keys can be shared out: each split answers for its own keys only, and
-    attention_combine joins the answers. Source: Dao et al. 2023, "Flash-Decoding".
+) -> Array:
+    """Attention of one query a sequence, its last token, over the paged cache.
 
     Args:
         q: [num_seqs, n_heads, head_dim].
         k_cache, v_cache, block_table, seq_lens: as in attention_prefill.
+        num_splits: into how many parts each sequence's keys are cut; the answer is the same, to rounding.
     Returns:
-        partial_out [num_splits, num_seqs, n_heads, head_dim] and partial_lse [num_splits, num_seqs, n_heads]. With
-        one split, partial_out[0] is the answer.
+        [num_seqs, n_heads, head_dim].
+    """
+    partials = attention_decode_split(
+        q, k_cache, v_cache, block_table, seq_lens, sm_scale, window, num_splits=num_splits, storage=storage
+    )
+    return attention_combine(*partials)[0]
+
+
+def attention_decode_split(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_table: Ints,
+    seq_lens: Ints,
+    sm_scale: float,
+    window: int | None = None,
+    *,
+    num_splits: int,
+    storage: str | None = None,
+) -> tuple[Array, Array]:
+    """First half of attention_decode: the keys of each sequence are cut into num_splits runs of whole blocks.
+
+    One query cannot fill a GPU, but its keys can be shared out: each split answers for its own keys only, and
+    attention_combine joins the answers. Source: Dao et al. 2023, "Flash-Decoding".
+
+    Returns:
+        partial_out [num_splits, num_seqs, n_heads, head_dim] and partial_lse [num_splits, num_seqs, n_heads].
 
     Edge cases: a split without keys (short sequence, seq_len 0, all outside the window) is zeros and −inf.
     """

@@ -37,7 +37,10 @@ def read_checkpoint(folder: str | Path, dtype: DTypeLike = np.float32) -> dict[s
         if not single.exists():
             raise FileNotFoundError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
         return read_safetensors(single, dtype)
-    weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{index} is no valid index with a weight_map: {error!r}") from None
     tensors: dict[str, Array] = {}
     for file in sorted(set(weight_map.values())):
         if Path(file).name != file or file in ("", ".", ".."):

@@ -57,7 +57,13 @@ def read_config(path: str | Path) -> LlamaConfig:
     """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
-    return parse_config(json.loads(file.read_text(encoding="utf-8")))
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} must hold a JSON object, found {type(config).__name__}")
+    return parse_config(config)
 
 
 def parse_config(config: Mapping[str, Any]) -> LlamaConfig:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ref.activation import silu_and_mul
+from ref.activation import gate_up_act
 from ref.attention import attention_dense
 from ref.config import LlamaConfig
 from ref.embedding import embedding
@@ -107,7 +107,7 @@ def _mlp(weights: Weights, layer: int, hidden: Array, step: Callable[[str, Array
     name, key = f"layers.{layer}.mlp", f"model.layers.{layer}.mlp"
     gate = step(f"{name}.gate_proj", _linear(weights, f"{key}.gate_proj", hidden))
     up = step(f"{name}.up_proj", _linear(weights, f"{key}.up_proj", hidden))
-    activated = step(f"{name}.silu_and_mul", silu_and_mul(np.concatenate([gate, up], axis=-1)))
+    activated = step(f"{name}.gate_up_act", gate_up_act(np.concatenate([gate, up], axis=-1)))
     return step(f"{name}.down_proj", _linear(weights, f"{key}.down_proj", activated))
 
 

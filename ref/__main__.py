@@ -1,0 +1,122 @@
+"""Golden logits of a checkpoint, and a look inside:
+
+python -m ref --model DIR --ids 1,2,3 --out logits.npz
+python -m ref --model DIR --prompt "Hello" --trace
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ref.checkpoint import read_checkpoint
+from ref.config import read_config
+from ref.model.llama import llama
+from ref.sampling import log_softmax, rank
+
+try:
+    import tokenizers
+except ImportError:  # --ids works without it
+    tokenizers = None  # type: ignore[assignment]
+
+NUM_GUESSES = 5
+
+
+class TracePrinter:
+    """Prints one line an intermediate: name, shape, range, and the time since the line before."""
+
+    def __init__(self) -> None:
+        print(f"{'name':<40} {'shape':<16} {'min':>11} {'max':>11} {'ms':>9}")
+        self.last = time.perf_counter()
+
+    def __call__(self, name: str, value: NDArray[Any]) -> None:
+        now = time.perf_counter()
+        low, high = (value.min(), value.max()) if value.size else (0.0, 0.0)
+        shape = "×".join(map(str, value.shape))
+        print(f"{name:<40} {shape:<16} {low:>11.4g} {high:>11.4g} {1e3 * (now - self.last):>9.2f}")
+        self.last = time.perf_counter()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status: 0, or 2 for input that cannot be used, with one line on stderr that says why."""
+    args = _parse(arguments)
+    try:
+        if not args.model.is_dir():
+            raise ValueError(f"--model must be a folder with config.json and *.safetensors; {args.model} is none")
+        config = read_config(args.config or args.model)
+        if args.ids is not None:
+            token_ids = _parse_ids(args.ids, config.vocab_size)
+        else:
+            token_ids = _encode(args.model, args.prompt)
+        weights = read_checkpoint(args.model, args.dtype)
+        trace = TracePrinter() if args.trace else None
+        logits = llama(config, weights, token_ids, trace=trace).astype(np.float32)
+        if args.out is not None:
+            with open(args.out, "wb") as file:
+                np.savez(file, logits=logits)
+    except (ValueError, OSError) as error:
+        print(f"python -m ref: error: {error}", file=sys.stderr)
+        return 2
+    _report(args, token_ids, logits)
+    return 0
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m ref", description="The NumPy reference model.")
+    parser.add_argument("--model", type=Path, required=True, help="folder with config.json and *.safetensors")
+    parser.add_argument("--config", type=Path, help="another config.json than the folder's own")
+    text = parser.add_mutually_exclusive_group(required=True)
+    text.add_argument("--ids", help="token ids, separated by commas")
+    text.add_argument("--prompt", help="text; needs the folder's tokenizer.json and the tokenizers package")
+    parser.add_argument("--out", type=Path, help='file for the array "logits" [num_tokens, vocab_size] float32 (.npz)')
+    parser.add_argument(
+        "--activations",
+        choices=("float", "format"),
+        default="float",
+        help="how a quantized matmul treats its input; the same for floating-point checkpoints",
+    )
+    parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="of all arithmetic")
+    parser.add_argument("--trace", action="store_true", help="print name, shape, range and time of every step")
+    return parser.parse_args(arguments)
+
+
+def _parse_ids(text: str, vocab_size: int) -> list[int]:
+    try:
+        token_ids = [int(piece) for piece in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--ids must be integers separated by commas, such as 1,2,3; found {text!r}") from None
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"--ids has {token_id}; ids of this model are 0 to {vocab_size - 1}")
+    return token_ids
+
+
+def _encode(model: Path, prompt: str) -> list[int]:
+    if tokenizers is None:
+        raise ValueError("--prompt needs the package tokenizers (pip install tokenizers); or give --ids")
+    file = model / "tokenizer.json"
+    if not file.exists():
+        raise ValueError(f"--prompt needs {file}, which does not exist; or give --ids")
+    token_ids: list[int] = tokenizers.Tokenizer.from_file(str(file)).encode(prompt).ids
+    if not token_ids:
+        raise ValueError("--prompt gives no token; give some text")
+    return token_ids
+
+
+def _report(args: argparse.Namespace, token_ids: list[int], logits: NDArray[np.float32]) -> None:
+    """The likeliest next tokens after the last one, and where the logits went."""
+    logprobs = log_softmax(logits[-1])
+    best = rank(logits[-1])[:NUM_GUESSES]
+    print(f"{len(token_ids)} tokens; the likeliest next: " + ", ".join(f"{i} ({logprobs[i]:.3f})" for i in best))
+    if args.out is not None:
+        print(f"logits {list(logits.shape)} float32 written to {args.out}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -26,6 +26,37 @@ Config = dict[str, Any]
 
 CHAIN_LOGIT = 20.0  # of the scripted successor; every other logit is 0
 
+GOLDEN_SEED = 1
+GOLDEN_PROMPT_LENGTHS = (5, 21, 70)
+_SMALL: Config = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 256}
+GOLDENS: dict[str, Config] = {  # models whose logits are stored in conformance/golden
+    "llama2": {**_SMALL, "num_key_value_heads": 4, "num_hidden_layers": 3},
+    "llama3": {
+        **_SMALL,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+        "eos_token_id": [2, 3],
+        "tie_word_embeddings": True,
+    },
+    "linear": {**_SMALL, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "dynamic": {**_SMALL, "rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 32},
+    "mistral": {
+        **_SMALL,
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "head_dim": 24,
+        "rope_theta": 1000000.0,
+        "sliding_window": 16,
+    },
+    "bias": {**_SMALL, "attention_bias": True, "mlp_bias": True},
+}
+
 
 def rand_model(
     folder: str | Path, seed: int = 0, *, dtype: str = "float32", num_shards: int = 1, **overrides: Any
@@ -88,6 +119,20 @@ def chain_model(
         if name == "model.norm.weight":
             tensor[...] = 1
     return write_checkpoint(folder, config, tensors)
+
+
+def golden_model(folder: str | Path, name: str) -> Path:
+    """The checkpoint behind conformance/golden/<name>.npz."""
+    return rand_model(folder, GOLDEN_SEED, **GOLDENS[name])
+
+
+def golden_prompts(name: str) -> list[list[int]]:
+    """Three prompts of 5, 21 and 70 ids; ids 0 to 3 (begin and end of text) are left out."""
+    vocab_size = GOLDENS[name]["vocab_size"]
+    words = np.random.PCG64([GOLDEN_SEED, zlib.crc32(b"prompts")]).random_raw(sum(GOLDEN_PROMPT_LENGTHS))
+    ids = (4 + (np.atleast_1d(words) >> np.uint64(11)) % np.uint64(vocab_size - 4)).astype(np.int64)
+    ends = np.cumsum(GOLDEN_PROMPT_LENGTHS)
+    return [part.tolist() for part in np.split(ids, ends[:-1])]
 
 
 def llama_config(**overrides: Any) -> Config:

@@ -1,0 +1,213 @@
+"""The config and the weights of a model, from whatever kind of source.
+
+First everything is planned: which tensor goes to which rows of which array. All that does not fit (missing, unexpected,
+wrongly shaped or typed tensors) is reported together, before a byte of data is read. Then all arrays are allocated
+once and the tensors are copied into them in the order of the files, each mapped only while it is copied. So the peak
+is the weights and one mapped tensor, disks see one sequential read, and nothing holds the files once loading is done.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from engine.checkpoint.folder import folder_tensors, read_json
+from engine.checkpoint.gguf_file import read_gguf
+from engine.checkpoint.gguf_llama import hf_tensors, model_config_from_gguf
+from engine.checkpoint.source import ModelSource
+from engine.checkpoint.stored_tensor import DECODERS, StoredTensor, read_into
+from engine.config import ModelConfig
+from engine.errors import CheckpointError, ConfigError
+from engine.model_config import model_config_from_hf
+from engine.weights import LinearWeight, WeightMap, Weights
+
+Floats = NDArray[np.float32]
+
+MAX_LISTED = 50  # names of one kind in a message
+DUMMY_STD = 0.02
+EMBEDDING, HEAD = "embed_tokens", "lm_head"  # dest names that tied weights share
+
+logger = logging.getLogger(__name__)
+
+
+def load_model_config(source: ModelSource) -> ModelConfig:
+    """The config of a folder (config.json, generation_config.json) or a GGUF file (its metadata).
+
+    Raises:
+        ConfigError: there is no config, or it says something that cannot be served.
+        CheckpointError: a damaged GGUF file.
+    """
+    if source.kind == "gguf":
+        return model_config_from_gguf(read_gguf(source.path))
+    path = source.path / "config.json"
+    if not path.exists():
+        ggufs = sorted(file.name for file in source.path.glob("*.gguf"))
+        hint = f"; to serve one of its GGUF files ({', '.join(ggufs)}) pass that file" if ggufs else ""
+        raise ConfigError(f"{source.path}: has no config.json, so it is no model folder{hint}")
+    generation_path = source.path / "generation_config.json"
+    generation_config = read_json(generation_path) if generation_path.exists() else None
+    return model_config_from_hf(read_json(path), generation_config, str(path))
+
+
+def load_weights(
+    source: ModelSource,
+    weight_map: WeightMap,
+    dtype: str = "float32",
+    seed: int = 0,
+    progress: bool = True,
+    load_format: Literal["auto", "dummy"] = "auto",
+) -> Weights:
+    """Exactly the tensors of weight_map, as float32.
+
+    F32, F16, BF16 and the GGUF blocks of DECODERS are converted to float32, each exactly (Q4_1: rounded once). If
+    weight_map is tied, linears["lm_head"] shares the buffer of arrays["embed_tokens"], and an lm_head.weight in the
+    checkpoint is ignored whatever it holds, as transformers does.
+
+    Args:
+        dtype: what weights are held in; only "float32" is known yet.
+        seed: of the random weights if load_format is "dummy"; then no weight file is opened.
+        progress: show a bar on standard error if that is a terminal.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or its tensors are not those of weight_map; names them all.
+        ConfigError: another dtype.
+    """
+    if dtype != "float32":
+        raise ConfigError(f"weights are held in float32 on a CPU, found dtype {dtype!r}; use --dtype auto")
+    if load_format == "dummy":
+        weights, copies = _allocate(weight_map)
+        _fill_randomly(weights, seed)
+        logger.info("made %d MB of random weights from seed %d", weights.num_bytes // 10**6, seed)
+        return weights
+    started = time.perf_counter()
+    if source.kind == "gguf":
+        tensors = hf_tensors(read_gguf(source.path))
+    else:
+        tensors = folder_tensors(source.path)
+    num_ignored = _check(source, tensors, weight_map)
+    weights, copies = _allocate(weight_map)
+    copies.sort(key=lambda copy: (tensors[copy.name].file, tensors[copy.name].offset))
+    num_bytes = sum(tensors[copy.name].num_bytes for copy in copies)
+    hidden = None if progress else True  # None: hidden unless standard error is a terminal
+    with tqdm(total=num_bytes, desc="loading", unit="B", unit_scale=True, disable=hidden) as bar:
+        for copy in copies:
+            read_into(tensors[copy.name], copy.target)
+            bar.update(tensors[copy.name].num_bytes)
+    logger.info(
+        "loaded %d tensors from %s: %d MB read in %.1f s, %d MB of weights, %d tensors ignored",
+        *(len(copies), source.path, num_bytes // 10**6, time.perf_counter() - started),
+        *(weights.num_bytes // 10**6, num_ignored),
+    )
+    return weights
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """The tensor of this name fills target, a C-contiguous part of an array."""
+
+    name: str
+    target: Floats
+
+
+def _wanted(weight_map: WeightMap) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor that is read."""
+    for array in weight_map.arrays:
+        yield array.name, array.shape
+    for linear in weight_map.linears:
+        for module, out_features in linear.parts:
+            yield f"{module}.weight", (out_features, linear.in_features)
+            if linear.bias:
+                yield f"{module}.bias", (out_features,)
+
+
+def _check(source: ModelSource, tensors: Mapping[str, StoredTensor], weight_map: WeightMap) -> int:
+    """The number of ignored tensors. Raises CheckpointError with all that does not fit."""
+    wanted = dict(_wanted(weight_map))
+    ignored = [re.compile(pattern) for pattern in weight_map.ignored]
+    if weight_map.tied:
+        ignored.append(re.compile(re.escape(f"{HEAD}.weight")))
+    spare = [name for name in tensors if name not in wanted]
+    unexpected = [name for name in spare if not any(pattern.fullmatch(name) for pattern in ignored)]
+    missing = [name for name in wanted if name not in tensors]
+    present = [(tensors[name], shape) for name, shape in wanted.items() if name in tensors]
+    shapes = [
+        f"{tensor.name} is {list(tensor.shape)}, wanted {list(shape)}"
+        for tensor, shape in present
+        if tensor.shape != shape
+    ]
+    dtypes = [f"{tensor.name} is {tensor.dtype}" for tensor, _ in present if tensor.dtype not in DECODERS]
+    problems = [
+        f"  {title}: {', '.join(names[:MAX_LISTED])}"
+        + (f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else "")
+        for title, names in (
+            (f"{len(missing)} tensors are missing", missing),
+            (f"{len(unexpected)} tensors are unexpected", unexpected),
+            (f"{len(shapes)} tensors have another shape than the config asks for", shapes),
+            (f"{len(dtypes)} tensors have a type that cannot be read ({', '.join(DECODERS)} can)", dtypes),
+        )
+        if names
+    ]
+    if f"{HEAD}.weight" in missing:
+        problems.append(
+            "  the config does not tie the head to the embedding, so the checkpoint must have lm_head.weight"
+        )
+    if problems:
+        raise CheckpointError("\n".join([f"{source.path}: the weights do not fit the config", *problems]))
+    return len(spare)
+
+
+def _allocate(weight_map: WeightMap) -> tuple[Weights, list[_Copy]]:
+    """Uninitialized weights, and which tensor fills which part of them. Parts are stacked along out."""
+    copies: list[_Copy] = []
+    arrays: dict[str, Floats] = {}
+    for array in weight_map.arrays:
+        arrays[array.dest] = np.empty(array.shape, np.float32)
+        copies.append(_Copy(array.name, arrays[array.dest]))
+    linears: dict[str, LinearWeight] = {}
+    for linear in weight_map.linears:
+        weight = np.empty((linear.out_features, linear.in_features), np.float32)
+        bias = np.empty(linear.out_features, np.float32) if linear.bias else None
+        first = 0
+        for module, out_features in linear.parts:
+            rows = slice(first, first + out_features)
+            copies.append(_Copy(f"{module}.weight", weight[rows]))
+            if bias is not None:
+                copies.append(_Copy(f"{module}.bias", bias[rows]))
+            first += out_features
+        linears[linear.dest] = _dense(weight, bias)
+    if weight_map.tied:
+        linears[HEAD] = _dense(arrays[EMBEDDING], None)
+    return Weights(linears, arrays), copies
+
+
+def _dense(weight: Floats, bias: Floats | None) -> LinearWeight:
+    out_features, in_features = weight.shape
+    return LinearWeight("dense", out_features, in_features, {"weight": weight}, bias)
+
+
+def _fill_randomly(weights: Weights, seed: int) -> None:
+    """Normal weights of standard deviation DUMMY_STD, norms of 1, biases of 0; each by its own dest name and seed."""
+    for dest, array in weights.arrays.items():
+        _fill(array, dest, seed)
+    for dest, linear in weights.linears.items():
+        if linear.bias is not None:
+            linear.bias[...] = 0
+        if linear.tensors["weight"] is not weights.arrays.get(EMBEDDING):
+            _fill(linear.tensors["weight"], dest, seed)
+
+
+def _fill(array: Floats, dest: str, seed: int) -> None:
+    if array.ndim == 1:
+        array[...] = 1
+        return
+    np.random.default_rng([seed, zlib.crc32(dest.encode())]).standard_normal(out=array, dtype=np.float32)
+    array *= np.float32(DUMMY_STD)

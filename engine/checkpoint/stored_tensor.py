@@ -1,0 +1,150 @@
+"""A tensor that lies in a file, and how its bytes become float32.
+
+Safetensors and GGUF files share this: both give StoredTensors, and the loader needs no more. The block formats are
+those of ggml: 32 weights along a row share a scale d (and an offset m), each a float16; w = d·q, d·(q − 8) or d·q + m.
+The product is exact in float32 (11 bits by 8), so no weight is rounded save by the one addition of Q4_1.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import CheckpointError
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+BLOCK = 32  # weights that share a scale
+BLOCKS_AT_ONCE = 8192  # decoded together: 1 MiB of float32, which stays in a core's cache
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor is.
+
+    dtype is the file's own name for it ("BF16", "Q4_1"). n_interleaved_heads is set where the rows of every head
+    lie in the order 0, h, 1, h+1, … of its rotary pairs (h = half the head) and have to be put back in order.
+    """
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+    num_bytes: int
+    n_interleaved_heads: int = 0
+
+
+def regular_file_size(path: Path) -> int:
+    """Bytes in the file. Raises CheckpointError for a folder or a device, OSError if there is nothing."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(
+            f"{path}: is {'a folder' if path.is_dir() else 'no regular file'}, expected a weight file"
+        )
+    return status.st_size
+
+
+def read_into(tensor: StoredTensor, out: Floats) -> None:
+    """Converts the tensor to float32; the file is mapped for the time of this call only.
+
+    Args:
+        tensor: its dtype is one of DECODERS.
+        out: float32, C-contiguous, of the tensor's shape; overwritten.
+
+    Raises:
+        CheckpointError: the file is no longer what it was when its header was read.
+    """
+    raw = _map(tensor)
+    if tensor.n_interleaved_heads:
+        raw = _in_rotary_order(raw, tensor)
+    with np.errstate(over="ignore", invalid="ignore"):  # a weight may be infinite; the model's checks report it
+        DECODERS[tensor.dtype](raw, out)
+
+
+def _map(tensor: StoredTensor) -> Bytes:
+    if not tensor.num_bytes:
+        return np.empty(0, np.uint8)
+    try:
+        return np.memmap(tensor.file, np.uint8, "r", tensor.offset, (tensor.num_bytes,))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{tensor.file}: cannot read {tensor.name}, the file has changed since the start: {error}"
+        ) from error
+
+
+def _in_rotary_order(raw: Bytes, tensor: StoredTensor) -> Bytes:
+    """Rows of each head from (pair, half) to (half, pair) order; works on bytes, so for any format.
+
+    llama.cpp's rope turns neighbouring rows 2i and 2i+1, that of Hugging Face rows i and i + head_dim/2.
+    """
+    n_pairs = tensor.shape[0] // tensor.n_interleaved_heads // 2
+    return raw.reshape(tensor.n_interleaved_heads, n_pairs, 2, -1).swapaxes(1, 2).reshape(-1)
+
+
+def _decode_f32(raw: Bytes, out: Floats) -> None:
+    out[...] = raw.view("<f4").reshape(out.shape)
+
+
+def _decode_f16(raw: Bytes, out: Floats) -> None:
+    out[...] = raw.view("<f2").reshape(out.shape)
+
+
+def _decode_bf16(raw: Bytes, out: Floats) -> None:
+    bits = out.view(np.uint32)
+    bits[...] = raw.view("<u2").reshape(out.shape)
+    np.left_shift(bits, 16, out=bits)
+
+
+def _decode_blocks(block_bytes: int, decode: Callable[[Bytes, Floats], None]) -> Callable[[Bytes, Floats], None]:
+    def decode_all(raw: Bytes, out: Floats) -> None:
+        blocks, weights = raw.reshape(-1, block_bytes), out.reshape(-1, BLOCK)
+        for first in range(0, len(blocks), BLOCKS_AT_ONCE):
+            decode(blocks[first : first + BLOCKS_AT_ONCE], weights[first : first + BLOCKS_AT_ONCE])
+
+    return decode_all
+
+
+def _half(blocks: Bytes, at: int) -> Floats:
+    """The float16 at byte `at` of every block: [num_blocks, 1]."""
+    return blocks[:, at : at + 2].view("<f2").astype(np.float32)
+
+
+def _nibbles(packed: Bytes, weights: Floats) -> None:
+    """Byte j holds weight j in its low half and weight j + 16 in its high half."""
+    weights[:, :16] = packed & 15
+    weights[:, 16:] = packed >> 4
+
+
+def _q8_0(blocks: Bytes, weights: Floats) -> None:
+    np.multiply(blocks[:, 2:].view(np.int8), _half(blocks, 0), out=weights)
+
+
+def _q4_0(blocks: Bytes, weights: Floats) -> None:
+    _nibbles(blocks[:, 2:], weights)
+    weights -= 8
+    weights *= _half(blocks, 0)
+
+
+def _q4_1(blocks: Bytes, weights: Floats) -> None:
+    _nibbles(blocks[:, 4:], weights)
+    weights *= _half(blocks, 0)
+    weights += _half(blocks, 2)
+
+
+BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
+DECODERS: dict[str, Callable[[Bytes, Any], None]] = {
+    "F32": _decode_f32,
+    "F16": _decode_f16,
+    "BF16": _decode_bf16,
+    "Q8_0": _decode_blocks(BLOCK_BYTES["Q8_0"], _q8_0),
+    "Q4_0": _decode_blocks(BLOCK_BYTES["Q4_0"], _q4_0),
+    "Q4_1": _decode_blocks(BLOCK_BYTES["Q4_1"], _q4_1),
+}

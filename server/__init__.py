@@ -1,0 +1,1 @@
+"""The HTTP surface. It knows the engine only through engine.api, so it runs against any EngineClient."""

@@ -6,8 +6,11 @@ are chosen automatically come from dataclasses.replace; nothing is ever changed 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
+
+from engine.errors import ConfigError
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3"]
 
@@ -83,3 +86,70 @@ class EngineConfig:
     root_path: str = ""
     chat_template: str | None = None
     shutdown_grace_s: float = 5.0
+
+    def problems(self) -> list[tuple[str, str]]:
+        """(field, what is wrong with it and what to do) of every field that cannot be served."""
+        found: list[tuple[str, str]] = []
+        for name, low, high in _INT_RANGES:
+            found += _int_problem(name, getattr(self, name), low, high)
+        for name in ("device", "dtype", "load_format"):
+            choices = get_args(get_type_hints(EngineConfig)[name])
+            if getattr(self, name) not in choices:
+                found.append((name, f"is {getattr(self, name)!r}; it must be one of {', '.join(choices)}"))
+        if self.device == "cuda":
+            found.append(("device", "is cuda, but the GPU kernels are not there yet; use cpu"))
+        if self.dtype in ("bfloat16", "float16"):
+            found.append(("dtype", f"is {self.dtype}, but a CPU computes in float32; use auto or float32"))
+        if not self.model:
+            found.append(("model", "is empty; give a folder, a .gguf file, a repo id or starter"))
+        for name in ("served_model_name", "api_key"):
+            if not all(getattr(self, name)):
+                found.append((name, "has an empty entry; leave it out or give a name"))
+        if not self.host:
+            found.append(("host", "is empty; use 127.0.0.1 for this machine only, 0.0.0.0 for all interfaces"))
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            found.append(("root_path", f"is {self.root_path!r}; it must begin with / and not end with it"))
+        grace = self.shutdown_grace_s
+        if not isinstance(grace, int | float) or not math.isfinite(grace) or grace < 0:
+            found.append(("shutdown_grace_s", f"is {grace!r}; it must be a number of seconds, 0 or more"))
+        if not found and self.max_num_batched_tokens < self.max_num_seqs:
+            found.append(
+                (
+                    "max_num_batched_tokens",
+                    f"is {self.max_num_batched_tokens}, below max_num_seqs {self.max_num_seqs}: a step holds one token "
+                    "of every running sequence; raise the first or lower the second",
+                )
+            )
+        return found
+
+    def validate(self) -> None:
+        """Raises ConfigError with all problems at once, one a line."""
+        found = self.problems()
+        if found:
+            raise ConfigError("\n".join(f"{name} {problem}" for name, problem in found))
+
+
+_INT_RANGES: tuple[tuple[str, int, int | None], ...] = (
+    ("port", 0, 65535),
+    ("seed", 0, 2**63 - 1),
+    ("max_model_len", 2, None),
+    ("block_size", 1, 1024),
+    ("num_gpu_blocks_override", 1, None),
+    ("max_num_seqs", 1, None),
+    ("max_num_batched_tokens", 1, None),
+    ("max_waiting", 1, None),
+    ("max_logprobs", 0, None),
+    ("num_threads", 1, None),
+)
+_MAY_BE_NONE = ("max_model_len", "num_gpu_blocks_override", "num_threads")
+
+
+def _int_problem(name: str, value: object, low: int, high: int | None) -> list[tuple[str, str]]:
+    if value is None and name in _MAY_BE_NONE:
+        return []
+    wanted = f"at least {low}" if high is None else f"{low} to {high}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        return [(name, f"is {value!r}; it must be an integer, {wanted}")]
+    if value < low or (high is not None and value > high):
+        return [(name, f"is {value}; it must be {wanted}")]
+    return []

@@ -24,7 +24,6 @@ Float64 = NDArray[np.float64]
 
 BAN_BIAS = -100.0  # a logit_bias of this much or lower takes the token out
 NO_TOKEN = -1  # token id of a row that could not be sampled
-PROMPT_SLICE = 64  # rows of prompt logits worked on at a time
 _SEED_MASK = 2**64 - 1
 _NOT_FINITE = "the model gave logits that are NaN or infinite"
 _NOTHING_LEFT = "logit_bias, allowed_token_ids, bad_words, min_tokens and penalties leave no token to sample"
@@ -302,16 +301,14 @@ class Sampler:
 def prompt_logprobs(logits: Float32, next_ids: Int32, k: int, ops: SamplingOps) -> list[TokenLogprob]:
     """What the model thought of each prompt token: row i of logits [n, vocab] against next_ids[i], and the k best.
 
+    Needs little memory beyond the logits, of which the caller makes no more rows at a time than it can hold.
+
     Raises:
         RequestFailedError: a row is NaN or infinite.
     """
-    entries: list[TokenLogprob] = []
-    for first in range(0, len(next_ids), PROMPT_SLICE):
-        rows = logits[first : first + PROMPT_SLICE]
-        if not np.isfinite(rows.max(axis=-1)).all():
-            raise RequestFailedError(f"{_NOT_FINITE} at the prompt")
-        entries.extend(_row_logprobs(ops, rows, next_ids[first : first + PROMPT_SLICE], k))
-    return entries
+    if not np.isfinite(logits.max(axis=-1)).all():
+        raise RequestFailedError(f"{_NOT_FINITE} at the prompt")
+    return _row_logprobs(ops, logits, next_ids, k)
 
 
 def _row_logprobs(ops: SamplingOps, rows: Sequence[Float32] | Float32, token_ids: Int32, k: int) -> list[TokenLogprob]:

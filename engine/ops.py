@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from engine.cpu import activation, attention, linear, rmsnorm, rope
+from engine.cpu import activation, attention, linear, rmsnorm, rope, sampling
 from engine.weights import LinearWeight
 from ref import embedding
 
@@ -30,6 +30,7 @@ class OpTable:
     attention_prefill: Callable[..., Array]  # (…, block_table, cu_seqlens_q, seq_lens, sm_scale, window)
     gate_up_act: Callable[[Array], Array]  # (gate_up)
     prepare: Callable[[LinearWeight], LinearWeight]  # a loaded weight → the layout that linear wants
+    sampling: Any  # see engine.sampler.SamplingOps
 
 
 def cpu_ops() -> OpTable:
@@ -44,4 +45,5 @@ def cpu_ops() -> OpTable:
         attention_prefill=attention.attention_prefill,
         gate_up_act=activation.gate_up_act,
         prepare=linear.prepare_dense,
+        sampling=sampling,
     )

@@ -42,8 +42,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self.exhausted: list[Sequence] = []  # running alone, but the pool is full: the loop ends them
-        self.preempted: list[Sequence] = []  # since the loop last looked
-        self.admitted: list[Sequence] = []  # since the loop last looked
+        self.released_slots: list[int] = []  # since the loop last looked
+        self.admitted: list[Sequence] = []  # since the loop last looked, after these slots were released
         self.num_preemptions = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         width = min(blocks.blocks_for(max_model_len), blocks.num_blocks)
@@ -73,11 +73,14 @@ class Scheduler:
         seq.state = SequenceState.WAITING
         seq.num_preemptions += 1
         self.num_preemptions += 1
-        self.preempted.append(seq)
         self.waiting.appendleft(seq)
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing can be computed (all queues empty, or only exhausted sequences)."""
+        suspect = self._next_suspect()
+        if suspect is not None:
+            self._step += 1
+            return self._plan([], [(suspect, min(suspect.num_remaining, self.max_num_batched_tokens))])
         decodes, budget = self._schedule_decodes()
         chunks: list[tuple[Sequence, int]] = []
         for seq in self.running:
@@ -90,9 +93,15 @@ class Scheduler:
         self._step += 1
         return self._plan(decodes, chunks)
 
+    def planned(self, plan: StepPlan) -> list[Sequence]:
+        """The sequences of a plan, in the order of its rows."""
+        by_slot = {seq.slot: seq for seq in self.running}
+        return [by_slot[slot] for slot in plan.slots.tolist()]
+
     def commit(self, plan: StepPlan, seqs: list[Sequence]) -> None:
         """Notes that a step has been computed: KV of its tokens is in memory. seqs are its rows in order."""
         for seq, count in zip(seqs, np.diff(plan.cu_seqlens_q).tolist(), strict=True):
+            seq.suspect = False
             seq.num_computed += count
             if seq.num_computed // self.blocks.block_size > len(seq.prefix):
                 self.blocks.commit(seq)
@@ -139,7 +148,7 @@ class Scheduler:
         for seq in list(self.waiting):
             if budget <= 0 or not self._free_slots:
                 break
-            if self._waits_for_sibling(seq):
+            if seq.suspect or self._waits_for_sibling(seq):
                 continue
             matched = self.blocks.match_prefix(seq)
             spare = len(self.running)
@@ -150,10 +159,23 @@ class Scheduler:
                 continue
             for older in passed:
                 older.num_overtaken += 1
-            self.waiting.remove(seq)
             self._start(seq, matched)
             chunks.append((seq, min(seq.num_remaining, budget)))
             budget -= chunks[-1][1]
+
+    def _next_suspect(self) -> Sequence | None:
+        """A sequence that must survive a step alone before it runs with others again (see Sequence.suspect)."""
+        for seq in self.running:
+            if seq.suspect:
+                return seq
+        waiting = next((seq for seq in self.waiting if seq.suspect), None)
+        if waiting is None or not self._free_slots:
+            return None
+        matched = self.blocks.match_prefix(waiting)
+        if self.blocks.num_blocks_to_admit(waiting, matched) > self.blocks.num_free:
+            return None
+        self._start(waiting, matched)
+        return waiting
 
     def _waits_for_sibling(self, seq: Sequence) -> bool:
         """Choices of one request wait until the first has computed the prompt, then share its blocks."""
@@ -163,6 +185,7 @@ class Scheduler:
         return first.num_computed < first.num_prompt and first.num_preemptions == 0
 
     def _start(self, seq: Sequence, matched: list[int]) -> None:
+        self.waiting.remove(seq)
         self.blocks.admit(seq, matched)
         if seq.num_preemptions == 0:
             seq.num_cached_tokens = seq.num_computed
@@ -178,6 +201,7 @@ class Scheduler:
         self._block_tables[seq.slot, : len(seq.block_ids)] = -1
         self.blocks.free(seq, discard)
         self._free_slots.append(seq.slot)
+        self.released_slots.append(seq.slot)
         seq.slot = -1
 
     def _plan(self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]]) -> StepPlan:

@@ -52,6 +52,7 @@ class Sequence:
     num_preemptions: int = 0
     first_sibling: Sequence | None = None  # choice 0, whose prompt blocks the other choices share
     prompt_logprobs: list[TokenLogprob | None] | None = None  # grows chunk by chunk; None if not asked for
+    suspect: bool = False  # was in a step that raised; runs alone next, so that only the culprit fails
     reported: bool = False  # an event has been emitted
 
     def __post_init__(self) -> None:

@@ -1,0 +1,132 @@
+"""From an EngineConfig to a running Engine: finds the model, plans the memory, loads the weights, joins the parts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+
+from threadpoolctl import threadpool_limits
+
+from engine.api import ModelInfo
+from engine.blocks import BlockManager
+from engine.checkpoint.loader import load_model_config, load_weights
+from engine.checkpoint.source import ModelSource, resolve
+from engine.comm.communicator import OneRank
+from engine.config import EngineConfig, ModelConfig
+from engine.errors import ConfigError
+from engine.faults import Faults
+from engine.kv_cache import make_kv_cache
+from engine.loop import Engine, Limits
+from engine.memory import MemoryPlan, plan_memory
+from engine.model_config import summary
+from engine.models.model import Model
+from engine.models.registry import ARCHITECTURES
+from engine.ops import OpTable, cpu_ops
+from engine.rope_table import RopeTable
+from engine.runner import ModelRunner
+from engine.sampler import Sampler
+from engine.scheduler import Scheduler
+from engine.system import usable_cores
+from engine.weights import Weights
+
+logger = logging.getLogger(__name__)
+
+HEAD = "lm_head"  # keeps its layout: where it is tied it is the embedding too
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine ready to step, and what its front end must know."""
+
+    engine: Engine
+    info: ModelInfo
+    source: ModelSource
+    memory: MemoryPlan
+
+
+def build_engine(config: EngineConfig, faults: Faults | None = None, progress: bool = True) -> BuiltEngine:
+    """Loads the model of a config.
+
+    Raises:
+        ConfigError, CheckpointError: the model cannot be served; the message says why.
+    """
+    if config.device == "cuda":
+        raise ConfigError("--device cuda: the GPU kernels are not there yet; use --device cpu")
+    threadpool_limits(config.num_threads or usable_cores(), user_api="blas")
+    source = resolve(config.model)
+    model_config = load_model_config(source)
+    logger.info("%s: %s", source.name, summary(model_config))
+    max_model_len = _max_model_len(config, model_config)
+    architecture = ARCHITECTURES[model_config.architecture]
+    weights = load_weights(
+        source,
+        architecture.weight_map(model_config),
+        seed=config.seed,
+        progress=progress,
+        load_format=config.load_format,
+    )
+    ops = cpu_ops()
+    model = architecture.build(model_config, _prepare(weights, ops), ops)
+    memory = plan_memory(config, model, weights.num_bytes, max_model_len)
+    logger.info("memory:\n%s", memory.table())
+    engine = _assemble(config, model, ops, memory, max_model_len, faults)
+    names = config.served_model_name or tuple(dict.fromkeys((source.name, config.model)))
+    info = ModelInfo(
+        names=names,
+        root=config.model,
+        created=int(time.time()),
+        vocab_size=model_config.vocab_size,
+        max_model_len=max_model_len,
+        has_tokenizer=False,  # the front end, which loads it, knows
+        has_chat_template=False,
+        max_logprobs=config.max_logprobs,
+        default_sampling=model_config.default_sampling,
+    )
+    return BuiltEngine(engine, info, source, memory)
+
+
+def _assemble(
+    config: EngineConfig, model: Model, ops: OpTable, memory: MemoryPlan, max_model_len: int, faults: Faults | None
+) -> Engine:
+    cache = make_kv_cache(model.cache_specs, memory.num_blocks, config.block_size)
+    rope = RopeTable(model.config.rope, model.config.head_dim, max_model_len)
+    sampler = Sampler(model.config.vocab_size, config.max_num_seqs, ops.sampling)
+    runner = ModelRunner(model, ops, OneRank(ops), cache, rope, sampler)
+    blocks = BlockManager(memory.num_blocks, config.block_size, config.enable_prefix_caching)
+    scheduler = Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens, max_model_len)
+    limits = Limits(
+        vocab_size=model.config.vocab_size,
+        max_model_len=max_model_len,
+        max_logprobs=config.max_logprobs,
+        max_waiting=config.max_waiting,
+        eos_token_ids=model.config.eos_token_ids,
+    )
+    return Engine(scheduler, runner, limits, config.seed, faults)
+
+
+def _prepare(weights: Weights, ops: OpTable) -> Weights:
+    """Weights in the layout that the op table's linear wants, one at a time so that the peak is one weight more."""
+    loaded = dict(weights.linears)
+    prepared = {}
+    for dest in list(loaded):
+        weight = loaded.pop(dest)
+        prepared[dest] = weight if dest == HEAD else ops.prepare(weight)
+    return replace(weights, linears=prepared)
+
+
+def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
+    """The context limit: what is asked for, if the checkpoint's positions reach that far."""
+    rope = model_config.rope
+    limit = model_config.max_position_embeddings
+    if rope.kind in ("linear", "dynamic"):
+        limit = int(limit * rope.factor)
+    asked = config.max_model_len
+    if asked is None:
+        return limit
+    if asked > limit and rope.kind != "dynamic":  # a dynamic table is made for any length
+        raise ConfigError(
+            f"--max-model-len {asked}: the checkpoint's positions end at {limit} "
+            f"(max_position_embeddings {model_config.max_position_embeddings}, rope {rope.kind}); use at most that"
+        )
+    return asked

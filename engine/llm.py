@@ -1,0 +1,207 @@
+"""Offline use: `LLM(model).generate(prompts)` in one process, without HTTP.
+
+    from engine.llm import LLM, SamplingParams
+
+    llm = LLM()                                       # the starter model
+    for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8)):
+        print(output.text)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.api import (
+    FinishReason,
+    GenerationRequest,
+    OutputDelta,
+    SamplingParams,
+    TextLogprob,
+    TokenEvent,
+)
+from engine.build import build_engine
+from engine.checkpoint.text import load_text
+from engine.config import EngineConfig
+from engine.detokenizer import TextStream
+from engine.errors import RequestError, RequestFailedError
+from engine.text import require_tokenizer, with_bad_words
+
+__all__ = ["LLM", "Completion", "RequestOutput", "SamplingParams"]
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One choice. text is None if the model has no tokenizer."""
+
+    index: int
+    text: str | None
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    logprobs: tuple[TextLogprob, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """All choices of one prompt; text and token_ids are those of the first."""
+
+    prompt_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]
+    num_cached_tokens: int
+    prompt_logprobs: tuple[TextLogprob | None, ...] | None = None
+
+    @property
+    def text(self) -> str | None:
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.completions[0].token_ids
+
+
+class LLM:
+    """A model in this process. Keyword arguments are the fields of EngineConfig, which are engine.serve's flags."""
+
+    def __init__(self, model: str = "starter", **options: Any) -> None:
+        """
+        Raises:
+            ConfigError, CheckpointError: the model cannot be served.
+        """
+        config = EngineConfig(model=model, **options)
+        config.validate()
+        built = build_engine(config)
+        self.engine = built.engine
+        self.info = built.info
+        self.tokenizer, self.chat_template = load_text(built.source, built.info.vocab_size, config.chat_template)
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes prompts (text or token ids), all in one batch, and returns their outputs in order.
+
+        Args:
+            prompts: one prompt or several.
+            sampling: for all prompts, or one each; by default the model's own.
+
+        Raises:
+            RequestError: a prompt or a parameter is wrong; nothing has been computed then.
+            RequestFailedError: the engine failed a request.
+        """
+        many = _prompts(prompts)
+        params = self._sampling(sampling, len(many))
+        return self._run([(self._encode(prompt), one) for prompt, one in zip(many, params, strict=True)])
+
+    def chat(
+        self,
+        conversations: Messages | Sequence[Messages],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_kwargs: Any,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or several; messages are {"role": …, "content": …}. Raises as generate does."""
+        tokenizer = require_tokenizer(self.tokenizer, "chat needs one; use generate with token ids")
+        if self.chat_template is None:
+            raise RequestError("this model has no chat template: use generate, or pass chat_template", "messages")
+        many = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
+        ids = []
+        for messages in many:
+            text = self.chat_template.render(
+                messages, add_generation_prompt, continue_final_message, template_kwargs  # type: ignore[arg-type]
+            )
+            ids.append(tokenizer.encode(text, add_special_tokens=False, param="messages"))
+        return self._run(list(zip(map(tuple, ids), self._sampling(sampling, len(ids)), strict=True)))
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return tuple(require_tokenizer(self.tokenizer, "pass token ids").encode(prompt))
+        return tuple(prompt)
+
+    def _sampling(
+        self, sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if sampling is None:
+            sampling = SamplingParams(**dict(self.info.default_sampling))
+        many = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
+        if len(many) != count:
+            raise RequestError(f"{len(many)} sampling parameters for {count} prompts; give one, or one each", "sampling")
+        return [with_bad_words(one, self.tokenizer) for one in many]
+
+    def _run(self, jobs: list[tuple[tuple[int, ...], SamplingParams]]) -> list[RequestOutput]:
+        requests = []
+        for prompt_ids, sampling in jobs:
+            request = GenerationRequest(f"offline-{self._num_requests}", prompt_ids, sampling)
+            self._num_requests += 1
+            request.validate(self.info.vocab_size, self.info.max_model_len, self.info.max_logprobs)
+            requests.append(request)
+        folds = {request.request_id: _Fold(request, self._streams(request)) for request in requests}
+        pending = list(reversed(requests))
+        try:
+            while pending or self.engine.has_work:
+                while pending and self.engine.has_room(pending[-1].sampling.n):
+                    self.engine.add(pending.pop())
+                for event in self.engine.step():
+                    self._take(event, folds)
+        except BaseException:
+            for request in requests:
+                self.engine.abort(request.request_id)
+            raise
+        return [folds[request.request_id].output() for request in requests]
+
+    def _streams(self, request: GenerationRequest) -> list[TextStream]:
+        return [TextStream(self.tokenizer, request.sampling, request.prompt_ids) for _ in range(request.sampling.n)]
+
+    def _take(self, event: TokenEvent, folds: Mapping[str, _Fold]) -> None:
+        if event.finish_reason == "error":
+            raise RequestFailedError(event.error or "the engine failed a request")
+        delta = folds[event.request_id].push(event)
+        if delta.finish_reason is not None and event.finish_reason is None:  # a stop string
+            self.engine.abort(event.request_id, event.index)
+
+
+class _Fold:
+    """Collects the deltas of one request."""
+
+    def __init__(self, request: GenerationRequest, streams: list[TextStream]) -> None:
+        self._request = request
+        self._streams = streams
+        self._deltas: list[list[OutputDelta]] = [[] for _ in streams]
+
+    def push(self, event: TokenEvent) -> OutputDelta:
+        delta = self._streams[event.index].push(event)
+        self._deltas[event.index].append(delta)
+        return delta
+
+    def output(self) -> RequestOutput:
+        first = self._deltas[0][0]
+        completions = tuple(_completion(deltas) for deltas in self._deltas)
+        return RequestOutput(self._request.prompt_ids, completions, first.num_cached_tokens, first.prompt_logprobs)
+
+
+def _completion(deltas: list[OutputDelta]) -> Completion:
+    last = deltas[-1]
+    assert last.finish_reason is not None
+    with_logprobs = any(delta.logprobs is not None for delta in deltas)
+    return Completion(
+        index=last.index,
+        text=None if last.text is None else "".join(delta.text or "" for delta in deltas),
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs or ()) if with_logprobs else None,
+    )
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts; a text or a list of ids alone is one prompt."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,184 @@
+"""`python -m engine.serve`: one model behind an OpenAI-compatible HTTP server.
+
+The process that is started owns the engine and steps it; HTTP runs in a process of its own (engine.http_process).
+SIGTERM and SIGINT drain: no new requests, what is running gets shutdown_grace_s, then the rest ends with an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import signal
+import sys
+import time
+from types import FrameType
+
+from engine.build import BuiltEngine, build_engine
+from engine.config import EngineConfig
+from engine.errors import CapacityError, ConfigError, EngineDeadError, GlintError, RequestError
+from engine.front_end import FrontEnd, listen
+from engine.log import set_up_logging
+from engine.loop import Engine
+from engine.messages import (
+    Abort,
+    Died,
+    Draining,
+    Events,
+    FrontEndFailed,
+    FrontEndReady,
+    Loaded,
+    Rejected,
+    Stop,
+    Submit,
+    ToEngine,
+)
+from engine.options import parse_args
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 0.5  # how long an idle loop sleeps before it looks at signals again
+LINGER_S = 1.0  # after the engine died: /health says so meanwhile
+
+
+class StopSignal(Exception):
+    """SIGTERM or SIGINT arrived before the engine was ready."""
+
+
+class Service:
+    """Feeds the engine from the front end until it is told to stop."""
+
+    def __init__(self, built: BuiltEngine, front_end: FrontEnd, grace_s: float) -> None:
+        self._engine: Engine = built.engine
+        self._front_end = front_end
+        self._grace_s = grace_s
+        self._deadline: float | None = None  # of draining, on the monotonic clock
+        self._last_stats = built.engine.stats()
+
+    def request_stop(self) -> None:
+        """Begins to drain; a second call ends at once what is still running."""
+        now = time.monotonic()
+        self._deadline = now + self._grace_s if self._deadline is None else now
+
+    def run(self) -> None:
+        """Returns when everything has been answered after request_stop.
+
+        Raises:
+            EngineDeadError: the engine or the front end cannot go on.
+        """
+        announced = False
+        while True:
+            if self._deadline is not None:
+                if not announced:
+                    announced = True
+                    logger.info("stopping: %d requests get %.1f s", self._engine.num_requests, self._grace_s)
+                    self._front_end.send(Draining())
+                if time.monotonic() >= self._deadline:
+                    self._publish(self._engine.abort_all())
+                if not self._engine.has_work and self._front_end.inbox.empty():
+                    return
+            self._take_messages()
+            if self._engine.has_work:
+                self._publish(self._engine.step())
+
+    def _take_messages(self) -> None:
+        """Handles all that has arrived; waits for something if there is nothing to compute."""
+        inbox = self._front_end.inbox
+        try:
+            message = inbox.get(block=not self._engine.has_work, timeout=IDLE_S)
+            while True:
+                self._handle(message)
+                message = inbox.get_nowait()
+        except queue.Empty:
+            pass
+
+    def _handle(self, message: ToEngine | None) -> None:
+        match message:
+            case Submit(request=request):
+                try:
+                    self._engine.add(request)
+                except RequestError as error:
+                    self._front_end.send(Rejected(request.request_id, str(error), False, error.param, error.code))
+                except CapacityError as error:
+                    self._front_end.send(Rejected(request.request_id, str(error), True))
+            case Abort(request_id=request_id, index=index):
+                self._engine.abort(request_id, index)
+                if not self._engine.has_work:
+                    self._publish([])
+            case None:
+                raise EngineDeadError("the HTTP process is gone")
+            case _:
+                raise TypeError(f"unexpected message {type(message).__name__}")
+
+    def _publish(self, events: list) -> None:  # type: ignore[type-arg]
+        stats = self._engine.stats()
+        if events or stats != self._last_stats:
+            self._last_stats = stats
+            self._front_end.send(Events(events, stats))
+
+
+def wait_until_front_end_is_ready(front_end: FrontEnd) -> None:
+    """Raises ConfigError with what the front end found wrong with the tokenizer or the template."""
+    match front_end.inbox.get():
+        case FrontEndReady():
+            return
+        case FrontEndFailed(message=message):
+            raise ConfigError(message)
+        case None:
+            raise EngineDeadError("the HTTP process ended while it was starting")
+        case other:
+            raise TypeError(f"unexpected message {type(other).__name__}")
+
+
+def serve(config: EngineConfig) -> None:
+    """Serves until a signal says stop.
+
+    Raises:
+        GlintError: it could not be started or cannot go on.
+        StopSignal: stopped before it was ready.
+    """
+    service: Service | None = None
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if service is None:
+            raise StopSignal(signal.Signals(number).name)
+        service.request_stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    started = time.perf_counter()
+    front_end = FrontEnd(config, listen(config.host, config.port))
+    try:
+        built = build_engine(config)
+        source = built.source
+        front_end.send(Loaded(built.info, source.kind, str(source.path), config.chat_template))
+        wait_until_front_end_is_ready(front_end)
+        service = Service(built, front_end, config.shutdown_grace_s)
+        url = f"http://{config.host}:{config.port}"
+        logger.info("ready after %.1f s: %s serves %s", time.perf_counter() - started, url, built.info.names[0])
+        service.run()
+        front_end.send(Stop())
+        front_end.close()
+    except EngineDeadError as error:
+        front_end.send(Died(str(error)))
+        time.sleep(LINGER_S)
+        raise
+    finally:
+        front_end.kill()
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code: 0 after a stop that was asked for, 1 after an error, 143 if stopped before ready."""
+    set_up_logging("rank 0")
+    try:
+        serve(parse_args(argv))
+    except StopSignal as stop:
+        print(f"engine.serve: stopped by {stop} before it was ready", file=sys.stderr)
+        return 143
+    except GlintError as error:
+        print(f"engine.serve: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,40 @@
+"""What this machine has for us: cores and memory, within the limits of a container."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def available_memory() -> int:
+    """Bytes that can still be used: what the kernel calls available, or less if a cgroup allows less."""
+    available = _meminfo("MemAvailable") or 8 << 30
+    for folder in ("/sys/fs/cgroup", "/sys/fs/cgroup/memory"):
+        limit = _number(Path(folder, "memory.max")) or _number(Path(folder, "memory.limit_in_bytes"))
+        used = _number(Path(folder, "memory.current")) or _number(Path(folder, "memory.usage_in_bytes"))
+        if limit is not None and used is not None:
+            available = min(available, max(0, limit - used))
+    return available
+
+
+def _meminfo(key: str) -> int | None:
+    path = Path("/proc/meminfo")
+    if not path.exists():
+        return None
+    for line in path.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0]) * 1024
+    return None
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # absent, unreadable, or "max"
+        return None

@@ -219,8 +219,6 @@ class _Fields:
         if quantization is not None:
             method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
             self.problem(f"quantized weights (quant_method {method!r}) are not supported yet; use an unquantized model")
-        if self.values.get("partial_rotary_factor", 1) not in (1, None):
-            self.problem(f"partial_rotary_factor {self.values['partial_rotary_factor']!r} is not supported; only 1 is")
 
     def sampling(self) -> dict[str, Any]:
         """Sampling defaults that a client's request may override."""
@@ -244,6 +242,8 @@ def _rope(fields: _Fields, max_position_embeddings: int) -> RopeConfig:
     Dynamic NTK starts to stretch at max_position_embeddings, as transformers does; for it that is the original length.
     """
     values = _rope_values(fields)
+    if (rotated := values.pop("partial_rotary_factor")) not in (None, 1):
+        fields.problem(f"partial_rotary_factor {rotated!r} is not supported; only 1 is")
     kinds = {str(values[key]) for key in ("type", "rope_type") if values.get(key) is not None}
     if len(kinds) > 1:
         fields.problem(f"rope type is {values['type']!r} but rope_type is {values['rope_type']!r}")
@@ -256,8 +256,6 @@ def _rope(fields: _Fields, max_position_embeddings: int) -> RopeConfig:
     if kind not in ROPE_NUMBERS:
         fields.problem(f"rope_type {kind!r} is not supported; supported are {', '.join(ROPE_NUMBERS)}")
         return RopeConfig()
-    if values.get("partial_rotary_factor") == 1:
-        settings.discard("partial_rotary_factor")
     if unknown := settings - set(ROPE_NUMBERS[kind]) - {"finetuned", ROPE_LENGTH}:
         fields.problem(f"rope_type {kind!r} does not take {', '.join(sorted(unknown))}")
     # Llama 1 and 2 have no rope_theta at all; the base of their paper is everybody's default
@@ -275,7 +273,7 @@ def _rope(fields: _Fields, max_position_embeddings: int) -> RopeConfig:
 
 def _rope_values(fields: _Fields) -> dict[str, Any]:
     """rope_theta, rope_scaling (4.x) and rope_parameters (5.x) as one table; they must not contradict each other."""
-    merged: dict[str, Any] = {"rope_theta": fields.values.get("rope_theta")}
+    merged = {key: fields.values.get(key) for key in ("rope_theta", "partial_rotary_factor")}
     for group in ("rope_scaling", "rope_parameters"):
         values = fields.values.get(group) or {}
         if not isinstance(values, Mapping):

@@ -48,7 +48,10 @@ def generate(
     temperature 0 is greedy. Otherwise uniforms [max_tokens], numbers from [0, 1), decide the draws, so the result is
     a function of the arguments alone. With dynamic rope the prompt's length chooses the table, for good: keys in the
     cache are rotated already and cannot follow a later change.
+    Raises ValueError for an empty prompt, an id outside the vocabulary, or weights that do not fit config.
     """
+    if not prompt_ids:
+        raise ValueError("prompt_ids is empty: give at least one token, such as the begin-of-text id")
     weights = select_weights(config, weights)
     cache = new_cache(config, len(prompt_ids) + max_tokens, block_size, weights["model.norm.weight"].dtype)
     inv_freq = rope_inv_freq(**asdict(config.rope), head_dim=config.head_dim, seq_len=len(prompt_ids))

@@ -67,7 +67,7 @@ def llama(
     hidden = step("layers.0.input_layernorm", _norm(config, weights, "model.layers.0.input_layernorm", residual))
     for layer in range(config.n_layers):
         name, key = f"layers.{layer}", f"model.layers.{layer}"
-        attended = _attention(config, weights, layer, hidden, cos_sin, step)
+        attended = _attention(config, weights, layer, hidden, cos_sin, step, storage)
         hidden, residual = _add_norm(config, weights, f"{key}.post_attention_layernorm", attended, residual, storage)
         step(f"{name}.post_attention_layernorm", hidden)
         mlp_out = _mlp(weights, layer, hidden, step)
@@ -89,17 +89,20 @@ def _attention(
     hidden: Array,
     cos_sin: Array,
     step: Callable[[str, Array], Array],
+    storage: str | None,
 ) -> Array:
     """Self-attention block: [num_tokens, hidden_size] → [num_tokens, hidden_size]."""
     name, key = f"layers.{layer}.self_attn", f"model.layers.{layer}.self_attn"
-    num_tokens, head_dim = hidden.shape[0], config.head_dim
-    q = step(f"{name}.q_proj", _linear(weights, f"{key}.q_proj", hidden)).reshape(num_tokens, -1, head_dim)
-    k = step(f"{name}.k_proj", _linear(weights, f"{key}.k_proj", hidden)).reshape(num_tokens, -1, head_dim)
-    v = step(f"{name}.v_proj", _linear(weights, f"{key}.v_proj", hidden)).reshape(num_tokens, -1, head_dim)
-    q = step(f"{name}.q_rope", rope(q, cos_sin))  # [num_tokens, n_heads, head_dim]
-    k = step(f"{name}.k_rope", rope(k, cos_sin))  # [num_tokens, n_kv_heads, head_dim]
-    out = step(f"{name}.attention", attention_dense(q, k, v, head_dim**-0.5, config.sliding_window))
-    return step(f"{name}.o_proj", _linear(weights, f"{key}.o_proj", out.reshape(num_tokens, -1)))
+    heads = (hidden.shape[0], config.n_heads, config.head_dim)
+    kv_heads = (hidden.shape[0], config.n_kv_heads, config.head_dim)
+    q = step(f"{name}.q_proj", _linear(weights, f"{key}.q_proj", hidden)).reshape(heads)
+    k = step(f"{name}.k_proj", _linear(weights, f"{key}.k_proj", hidden)).reshape(kv_heads)
+    v = step(f"{name}.v_proj", _linear(weights, f"{key}.v_proj", hidden)).reshape(kv_heads)
+    q = step(f"{name}.q_rope", rope(q, cos_sin))
+    k = step(f"{name}.k_rope", rope(k, cos_sin))
+    out = attention_dense(q, k, v, config.head_dim**-0.5, config.sliding_window, storage=storage)
+    merged = step(f"{name}.attention", out).reshape(hidden.shape[0], config.n_heads * config.head_dim)
+    return step(f"{name}.o_proj", _linear(weights, f"{key}.o_proj", merged))
 
 
 def _mlp(weights: Weights, layer: int, hidden: Array, step: Callable[[str, Array], Array]) -> Array:

@@ -26,7 +26,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
     body, headers = await read_body(request, ChatRequest, service.settings)
     name = model_name(body.model, model)
     sampling = chat_sampling(body, model)
-    ids = await render(body, body.messages, model, client)
+    ids = await render(body, model, client)
     check_prompt(ids, sampling, model, "messages")
     job = new_job("chatcmpl", body, name, [ids], sampling)
     style = ChatFormat(body, job)

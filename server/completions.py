@@ -145,7 +145,7 @@ class CompletionFormat:
         logprobs = None
         if self._num_top is not None:
             logprobs = completion_logprobs(tokens, entries, self._num_top, offset)
-        entry = {
+        entry: dict[str, Any] = {
             "index": choice,
             "text": text,
             "logprobs": logprobs,

@@ -65,7 +65,7 @@ def _alternatives(token: str, entry: TextLogprob, num_top: int) -> dict[str, flo
         key = token if own else other.token
         if not own and (key in keys or key in ("", token)):
             key = _byte_key(other.bytes)
-        if key in keys:
+        if key in keys or not (own or other.bytes):
             key = f"token_id:{other.token_id}"
         keys[key] = finite(other.logprob)
     return keys

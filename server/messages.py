@@ -9,7 +9,7 @@ import msgspec
 
 from engine.api import EngineClient, ModelInfo
 from engine.errors import RequestError
-from server.schema import ChatFields, ContentPart, Message, ToolCall
+from server.schema import ChatRequest, ContentPart, Message, TokenizeRequest, ToolCall
 
 # The template's view of a role. Templates know no developer; it keeps its place among the messages.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -32,7 +32,7 @@ _RESERVED_KWARGS = frozenset(
 )
 
 
-async def render(body: ChatFields, messages: Sequence[Message], model: ModelInfo, client: EngineClient) -> list[int]:
+async def render(body: ChatRequest | TokenizeRequest, model: ModelInfo, client: EngineClient) -> list[int]:
     """Prompt ids of a conversation.
 
     Raises:
@@ -54,7 +54,7 @@ async def render(body: ChatFields, messages: Sequence[Message], model: ModelInfo
         if name in _RESERVED_KWARGS:
             message = f"chat_template_kwargs cannot set {name}"
             raise RequestError(message, f"chat_template_kwargs.{name}")
-    return await client.render_chat(template_messages(messages), add_prompt, continue_final, kwargs)
+    return await client.render_chat(template_messages(body.messages or []), add_prompt, continue_final, kwargs)
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -75,16 +75,11 @@ class Message(msgspec.Struct, kw_only=True):
     reasoning_content: str | None = None
 
 
-class ChatFields(msgspec.Struct, kw_only=True):
-    """How messages become a prompt; shared by chat completions and tokenize."""
-
+class ChatRequest(GenerationFields, kw_only=True):
+    messages: list[Message]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-
-class ChatRequest(GenerationFields, ChatFields, kw_only=True):
-    messages: list[Message]
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
@@ -96,12 +91,15 @@ class CompletionRequest(GenerationFields, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class TokenizeRequest(ChatFields, kw_only=True):
+class TokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

@@ -42,7 +42,7 @@ async def _token_ids(body: TokenizeRequest, model: ModelInfo, client: EngineClie
         if body.add_special_tokens:
             message = "add_special_tokens is not supported yet with messages: the template adds them"
             raise RequestError(message, "add_special_tokens", "unsupported_parameter")
-        return await render(body, body.messages, model, client)
+        return await render(body, model, client)
     assert body.prompt is not None
     _check_has_tokenizer(model, "prompt")
     return await client.tokenize(body.prompt, body.add_special_tokens is not False)

@@ -82,7 +82,7 @@ class EngineConfig:
     max_logprobs: int = 20
     enable_prefix_caching: bool = True
     num_threads: int | None = None  # BLAS threads; None: the cores this process may use
-    api_key: tuple[str, ...] = ()
+    api_key: tuple[str, ...] = field(default=(), repr=False)  # secret: never in a log
     root_path: str = ""
     chat_template: str | None = None
     shutdown_grace_s: float = 5.0

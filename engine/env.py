@@ -1,0 +1,69 @@
+"""The environment variables that Glint reads, in one table; everything else is a flag (see options).
+
+Others that begin with GLINT_ are left alone: Kubernetes makes GLINT_PORT and the like for a service named glint.
+Libraries read their own (HF_HOME, HF_TOKEN), and the starter model is kept under XDG_CACHE_HOME.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import ConfigError
+
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Values of the variables, or their defaults."""
+
+    log_level: str = "INFO"
+    api_key: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One environment variable; an empty one counts as absent."""
+
+    name: str
+    field: str  # of Environment
+    convert: Callable[[str], Any]  # ValueError says what is wrong
+    help: str
+
+
+def _log_level(value: str) -> str:
+    if value.upper() not in LOG_LEVELS:
+        raise ValueError(f"is {value!r}; it must be one of {', '.join(LOG_LEVELS)}")
+    return value.upper()
+
+
+def _keys(value: str) -> tuple[str, ...]:
+    keys = tuple(key.strip() for key in value.split(","))
+    if not all(keys):
+        raise ValueError("has an empty key; it must be keys with commas between them")
+    return keys
+
+
+VARIABLES = (
+    Variable("GLINT_LOG_LEVEL", "log_level", _log_level, "DEBUG, INFO (the default), WARNING or ERROR"),
+    Variable("GLINT_API_KEY", "api_key", _keys, "keys with commas between them, if no --api-key is given"),
+)
+
+
+def read_environment(environ: Mapping[str, str]) -> Environment:
+    """Raises ConfigError with all that is wrong, one variable a line."""
+    values: dict[str, Any] = {}
+    problems = []
+    for variable in VARIABLES:
+        value = environ.get(variable.name, "")
+        if not value:
+            continue
+        try:
+            values[variable.field] = variable.convert(value)
+        except ValueError as error:
+            problems.append(f"the environment variable {variable.name} {error}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return Environment(**values)

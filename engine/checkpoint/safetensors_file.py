@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -98,17 +99,17 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
 def _tensor(path: Path, name: str, entry: Any, data_start: int, data_bytes: int) -> StoredTensor:
     where = f"{path}: tensor {name!r}"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        raise CheckpointError(f"{where} must have dtype, shape and data_offsets, found {str(entry)[:100]}")
+        raise CheckpointError(f"{where} must have dtype, shape and data_offsets, found {reprlib.repr(entry)}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BITS:
         raise CheckpointError(f"{where} has the unknown dtype {dtype!r}; known are {', '.join(ITEM_BITS)}")
-    if not _is_sizes(shape) or len(shape) > MAX_DIMENSIONS:
+    if not _is_sizes(shape, MAX_DIMENSIONS):
         raise CheckpointError(
-            f"{where}: shape must be a list of at most {MAX_DIMENSIONS} sizes, found {str(shape)[:100]}"
+            f"{where}: shape must be a list of at most {MAX_DIMENSIONS} sizes, found {reprlib.repr(shape)}"
         )
-    if not _is_sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= data_bytes:
+    if not _is_sizes(offsets, 2) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= data_bytes:
         raise CheckpointError(
-            f"{where}: data_offsets {str(offsets)[:100]} must be a begin and an end within the {data_bytes} bytes of "
+            f"{where}: data_offsets {reprlib.repr(offsets)} must be a begin and an end within the {data_bytes} bytes of "
             "data. The file is damaged or was cut short; fetch it again"
         )
     bits = math.prod(shape) * ITEM_BITS[dtype]
@@ -118,5 +119,10 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int, data_bytes: int)
     return StoredTensor(name, path, dtype, tuple(shape), data_start + offsets[0], num_bytes)
 
 
-def _is_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)
+def _is_sizes(value: Any, most: int) -> bool:
+    """Whether it is a list of at most so many sizes that a 64-bit integer can hold."""
+    return (
+        isinstance(value, list)
+        and len(value) <= most
+        and all(type(size) is int and 0 <= size < 2**63 for size in value)
+    )

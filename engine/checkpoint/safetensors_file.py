@@ -109,8 +109,8 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int, data_bytes: int)
         )
     if not _is_sizes(offsets, 2) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= data_bytes:
         raise CheckpointError(
-            f"{where}: data_offsets {reprlib.repr(offsets)} must be a begin and an end within the {data_bytes} bytes of "
-            "data. The file is damaged or was cut short; fetch it again"
+            f"{where}: data_offsets {reprlib.repr(offsets)} must be a begin and an end within the {data_bytes} bytes "
+            "of data. The file is damaged or was cut short; fetch it again"
         )
     bits = math.prod(shape) * ITEM_BITS[dtype]
     num_bytes = offsets[1] - offsets[0]

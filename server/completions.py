@@ -57,19 +57,14 @@ def _split(prompt: str | list[str | int | list[int]]) -> dict[str, Prompt]:
         return {"prompt": prompt}
     if not prompt:
         raise RequestError("prompt is an empty list: give at least one prompt or token id", "prompt")
-    ids = [item for item in prompt if isinstance(item, int)]
-    if len(ids) == len(prompt):
-        return {"prompt": ids}
-    wanted: type = str if isinstance(prompt[0], str) else list
-    prompts: dict[str, Prompt] = {}
+    kind = type(prompt[0])
     for i, item in enumerate(prompt):
-        if isinstance(item, int) or not isinstance(item, wanted):
+        if type(item) is not kind:
             message = "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
-            raise RequestError(
-                f"{message}; entry {i} is of another kind than the others", f"prompt[{i}]", "invalid_type"
-            )
-        prompts[f"prompt[{i}]"] = item
-    return prompts
+            raise RequestError(f"{message}; entry {i} is unlike the first", f"prompt[{i}]", "invalid_type")
+    if kind is int:
+        return {"prompt": [item for item in prompt if isinstance(item, int)]}
+    return {f"prompt[{i}]": item for i, item in enumerate(prompt) if not isinstance(item, int)}
 
 
 async def _prompt_ids(

@@ -1,0 +1,45 @@
+"""What all tests share: threads of the matrix products, and the starter model."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports NumPy, whose BLAS reads it once. Models of tests are tiny: a second thread only waits, and in
+# processes that run side by side it takes the cores of the others. A test that wants more says so (--num-threads).
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import pytest
+
+from engine.checkpoint.source import ModelSource, resolve
+from engine.checkpoint.starter import StarterModel, ensure_starter
+from engine.errors import ConfigError
+
+OFFLINE = "GLINT_OFFLINE"
+
+
+@pytest.fixture(scope="session")
+def starter_model() -> ModelSource:
+    """The starter model, fetched if it is not in the user's cache. Every test marked `starter` has this fixture.
+
+    It fails where the model cannot be had. With GLINT_OFFLINE=1 nothing is fetched, and it skips instead.
+    """
+    if os.environ.get(OFFLINE) == "1":
+        try:
+            ensure_starter(fetch=_refuse)
+        except ConfigError as error:
+            pytest.skip(str(error))
+    try:
+        return resolve("starter")
+    except ConfigError as error:
+        pytest.fail(f"{error}\nSet {OFFLINE}=1 to skip the tests that need it.", pytrace=False)
+
+
+def _refuse(starter: StarterModel, folder: object) -> None:
+    raise ConfigError(f"{OFFLINE}=1, and {starter.name} has not been fetched before")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Lets the marker alone be enough: a test that starts a server names no fixture."""
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("starter"):
+            item.fixturenames.insert(0, "starter_model")

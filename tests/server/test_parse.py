@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.server.fake_client import FakeClient
-from tests.server.http import CHAT, COMPLETIONS, app_of, error_of, get, post, run, send, strict_json
+from tests.server.calls import CHAT, COMPLETIONS, Connection, app_of, error_of, get, post, run, send, strict_json
 
 JSON_HEADERS = {"content-type": "application/json"}
 
@@ -210,3 +211,28 @@ def test_odd_bytes_in_a_path_sec_13() -> None:
 def test_model_names(model: str | None) -> None:
     body = {"model": model, "prompt": "x", "max_tokens": 1}
     assert strict_json(post(app_of(), COMPLETIONS, body))["model"] == (model or "M")
+
+
+def test_body_that_never_ends_in_time_is_a_408() -> None:
+    async def slow() -> Any:
+        yield b'{"prompt":'
+        await asyncio.sleep(60)
+
+    async def work() -> None:
+        app = app_of(read_timeout_s=0.02)
+        error_of(await send(app, "POST", COMPLETIONS, content=slow(), headers=JSON_HEADERS), 408)
+
+    run(work())
+
+
+def test_client_that_leaves_inside_its_body_gets_nothing() -> None:
+    async def work() -> None:
+        client = FakeClient()
+        connection = Connection(app_of(client), COMPLETIONS, {"prompt": "x"})
+        connection.incoming[0]["more_body"] = True
+        connection.leave()
+        await connection.run()
+        assert connection.messages == []
+        assert client.requests == []
+
+    run(work())

@@ -10,7 +10,7 @@ import pytest
 
 from engine.api import SamplingParams
 from tests.server.fake_client import MODEL, FakeClient
-from tests.server.http import CHAT, COMPLETIONS, app_of, error_of, post, strict_json
+from tests.server.calls import CHAT, COMPLETIONS, app_of, error_of, post, strict_json
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 

@@ -10,7 +10,7 @@ import pytest
 
 from engine.errors import CapacityError, EngineDeadError, GlintError, RequestError, RequestFailedError
 from tests.server.fake_client import FakeClient
-from tests.server.http import (
+from tests.server.calls import (
     CHAT,
     COMPLETIONS,
     Connection,
@@ -110,7 +110,7 @@ FAILURES = [
     (CapacityError("queue is full", 7), 429),
     (RequestFailedError("step failed"), 500),
     (EngineDeadError("gone"), 503),
-    (ValueError("secret /root/file.py"), 500),
+    (ValueError("secret /srv/file.py"), 500),
 ]
 
 

@@ -30,7 +30,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 async def send(app: Starlette, method: str, path: str, **options: Any) -> httpx.Response:
     transport = httpx.ASGITransport(app=app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", trust_env=False) as http:
         return await http.request(method, path, **options)
 
 
@@ -117,7 +117,7 @@ class Connection:
             "server": ("test", 80),
             "client": ("test", 1),
         }
-        self._incoming: list[dict[str, Any]] = [{"type": "http.request", "body": data, "more_body": False}]
+        self.incoming: list[dict[str, Any]] = [{"type": "http.request", "body": data, "more_body": False}]
         self._left = asyncio.Event()
         self.may_read = asyncio.Event()
         self.may_read.set()
@@ -139,8 +139,8 @@ class Connection:
         return b"".join(m.get("body", b"") for m in self.messages if m["type"] == "http.response.body").decode()
 
     async def _receive(self) -> dict[str, Any]:
-        if self._incoming:
-            return self._incoming.pop(0)
+        if self.incoming:
+            return self.incoming.pop(0)
         await self._left.wait()
         return {"type": "http.disconnect"}
 

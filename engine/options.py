@@ -14,60 +14,15 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.option_values import integer, number, switch, text, texts
 from engine.vllm_flags import LACKING
 
 DEFAULTS = {f.name: f.default for f in fields(EngineConfig)}
-
-
-def text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError("it must be a text")
-    return value
-
-
-def texts(value: object) -> tuple[str, ...]:
-    """One text or a list of them."""
-    return tuple(text(entry) for entry in (value if isinstance(value, list) else [value]))
-
-
-_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
-
-
-def integer(value: object) -> int:
-    """An int, or its text, which may end in k, m, g (powers of 1000) or K, M, G (powers of 1024)."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = (
-        re.fullmatch(r"(-?[0-9]{1,20}(?:\.[0-9]{1,9})?)([kmgKMG]?)", value.strip()) if isinstance(value, str) else None
-    )
-    if match is not None:
-        number = Fraction(match[1]) * _SUFFIXES[match[2]]
-        if number.denominator == 1:
-            return int(number)
-    raise ValueError("it must be an integer such as 4096, 4k (4000) or 4K (4096)")
-
-
-def number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError("it must be a number")
-    try:
-        return float(value)
-    except ValueError:
-        raise ValueError("it must be a number") from None
-
-
-def switch(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("it must be true or false")
-    return value
-
-
 Convert = Callable[[object], Any]
 
 

@@ -127,6 +127,10 @@ def model_config_from_gguf(file: GgufFile) -> ModelConfig:
             f"{where}: llama.rope.dimension_count is {values['rope.dimension_count']}, head_dim {result.head_dim}; "
             "heads that are turned in part are not supported"
         )
+    if ROPE_FACTORS in file.tensors and file.tensors[ROPE_FACTORS].shape != (result.head_dim // 2,):
+        raise CheckpointError(
+            f"{where}: {ROPE_FACTORS} is {list(file.tensors[ROPE_FACTORS].shape)}, wanted [{result.head_dim // 2}]"
+        )
     return result
 
 

@@ -203,7 +203,7 @@ def test_reads_what_the_formats_own_library_writes(tmp_path_factory: Any, shapes
         assert np.array_equal(found[name], tensor.astype(np.float32))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_ldr_01_any_damage_is_a_checkpoint_error(tmp_path_factory: Any, data: Any):
     """LDR-01: bytes of a sound file changed at random: it is read or refused, nothing else happens."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.fake_client import CONTEXT, MODEL, FakeClient, ids_of, logprob_of
 from tests.server.calls import CHAT, COMPLETIONS, app_of, error_of, joined, post, stream, strict_json
+from tests.server.fake_client import CONTEXT, MODEL, FakeClient, ids_of, logprob_of
 
 CAFE = "caf\u00e9 \U0001f600"
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.fake_client import FakeClient
 from tests.server.calls import CHAT, app_of, error_of, post, strict_json
+from tests.server.fake_client import FakeClient
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": '{"city": "Lima"}'}}
 USER = {"role": "user", "content": "x"}

@@ -12,8 +12,8 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from engine.api import EngineState
-from tests.server.fake_client import FakeClient
 from tests.server.calls import CHAT, COMPLETIONS, app_of, error_of, get, post, run, send, strict_json
+from tests.server.fake_client import FakeClient
 
 BODY = {"model": "M", "prompt": "x", "max_tokens": 1}
 OPEN = {"/health"}

@@ -8,8 +8,8 @@ import pytest
 
 from engine.api import EngineState, ModelInfo
 from engine.errors import EngineDeadError
-from tests.server.fake_client import CONTEXT, FakeClient, ids_of
 from tests.server.calls import app_of, error_of, get, post, strict_json
+from tests.server.fake_client import CONTEXT, FakeClient, ids_of
 
 CARD = {
     "id": "M",

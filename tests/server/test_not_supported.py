@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.fake_client import FakeClient
 from tests.server.calls import CHAT, COMPLETIONS, app_of, error_of, post
+from tests.server.fake_client import FakeClient
 
 TOOL = {"type": "function", "function": {"name": "w", "parameters": {"type": "object"}}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "r", "schema": {"$ref": "#/nope"}}}

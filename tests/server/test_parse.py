@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.fake_client import FakeClient
 from tests.server.calls import CHAT, COMPLETIONS, Connection, app_of, error_of, get, post, run, send, strict_json
+from tests.server.fake_client import FakeClient
 
 JSON_HEADERS = {"content-type": "application/json"}
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from engine.api import SamplingParams
-from tests.server.fake_client import MODEL, FakeClient
 from tests.server.calls import CHAT, COMPLETIONS, app_of, error_of, post, strict_json
+from tests.server.fake_client import MODEL, FakeClient
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from engine.errors import CapacityError, EngineDeadError, GlintError, RequestError, RequestFailedError
-from tests.server.fake_client import FakeClient
 from tests.server.calls import (
     CHAT,
     COMPLETIONS,
@@ -23,6 +22,7 @@ from tests.server.calls import (
     stream,
     strict_json,
 )
+from tests.server.fake_client import FakeClient
 
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 ENDLESS: dict[str, Any] = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}

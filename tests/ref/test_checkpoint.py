@@ -67,6 +67,7 @@ def test_a_header_that_is_no_json_is_named(tmp_path: Path) -> None:
     [
         ({"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}, "tensor w is I64; ref reads F64, F32, F16, BF16"),
         ({"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}, r"tensor w of shape \[3\] needs 12 bytes"),
+        ({"dtype": "F32", "shape": [1], "data_offsets": [0, 8]}, r"tensor w of shape \[1\] needs 4 bytes"),
         ({"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}, "stands at bytes 4 to 12 of 8"),
         ({"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}, "stands at bytes -8 to 0"),
     ],

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from conformance.golden_models import llama_config, llama_tensors
+from ref.attention import attention_dense
 from ref.config import LlamaConfig, parse_config
 from ref.model.llama import llama, weight_shapes
 from ref.numerics import relative_error, round_to
@@ -89,6 +90,11 @@ def test_trace_names_every_step_and_storage_rounds_each() -> None:
     for name, value in seen.items():
         if name != "embed_tokens":
             np.testing.assert_array_equal(value, round_to(value, "bfloat16"), err_msg=name)
+    q, k = seen["layers.0.self_attn.q_rope"], seen["layers.0.self_attn.k_rope"]
+    v = seen["layers.0.self_attn.v_proj"].reshape(k.shape)
+    attended = round_to(attention_dense(q, k, v, 8**-0.5, storage="bfloat16"), "bfloat16")
+    np.testing.assert_array_equal(seen["layers.0.self_attn.attention"], attended)
+    assert (attended != round_to(attention_dense(q, k, v, 8**-0.5), "bfloat16")).any()
     # 8 bits in 30 roundings: near 30^½ · 2^-9 = 1 %, and surely not equal
     assert 1e-4 < relative_error(logits, llama(config, weights, [1, 2, 3])) < 0.05
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from threadpoolctl import threadpool_limits
 
@@ -53,21 +53,18 @@ def build_engine(config: EngineConfig, faults: Faults | None = None, progress: b
     """
     if config.device == "cuda":
         raise ConfigError("--device cuda: the GPU kernels are not there yet; use --device cpu")
-    threadpool_limits(config.num_threads or usable_cores(), user_api="blas")
     source = resolve(config.model)
     model_config = load_model_config(source)
     logger.info("%s: %s", source.name, summary(model_config))
     max_model_len = _max_model_len(config, model_config)
     architecture = ARCHITECTURES[model_config.architecture]
-    weights = load_weights(
-        source,
-        architecture.weight_map(model_config),
-        seed=config.seed,
-        progress=progress,
-        load_format=config.load_format,
+    threadpool_limits(1, user_api="blas")  # the threads are those of engine.cpu.team
+    ops = cpu_ops(config.num_threads or usable_cores())
+    weight_map = architecture.weight_map(model_config)
+    weights = _prepare(
+        load_weights(source, weight_map, seed=config.seed, progress=progress, load_format=config.load_format), ops
     )
-    ops = cpu_ops()
-    model = architecture.build(model_config, _prepare(weights, ops), ops)
+    model = architecture.build(model_config, weights, ops)
     memory = plan_memory(config, model, weights.num_bytes, max_model_len)
     logger.info("memory:\n%s", memory.table())
     engine = _assemble(config, model, ops, memory, max_model_len, faults)
@@ -106,13 +103,14 @@ def _assemble(
 
 
 def _prepare(weights: Weights, ops: OpTable) -> Weights:
-    """Weights in the layout that the op table's linear wants, one at a time so that the peak is one weight more."""
-    loaded = dict(weights.linears)
+    """Weights in the layout that the op table's linear wants; takes them over, so that the peak is one weight more."""
+    arrays, loaded = weights.arrays, dict(weights.linears)
+    del weights  # the caller keeps none either: each weight goes when its prepared form is there
     prepared = {}
     for dest in list(loaded):
         weight = loaded.pop(dest)
         prepared[dest] = weight if dest == HEAD else ops.prepare(weight)
-    return replace(weights, linears=prepared)
+    return Weights(prepared, arrays)
 
 
 def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import sys
@@ -19,6 +20,7 @@ import uvicorn
 from engine.checkpoint.source import ModelSource
 from engine.checkpoint.text import load_text
 from engine.client import AsyncEngineClient
+from engine.env import read_environment
 from engine.errors import GlintError
 from engine.log import set_up_logging
 from engine.messages import (
@@ -99,5 +101,5 @@ async def _read(reader: asyncio.StreamReader) -> ToFrontEnd | None:
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    set_up_logging("http")
+    set_up_logging("http", read_environment(os.environ).log_level)
     sys.exit(asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]))))

@@ -140,7 +140,7 @@ class LLM:
         for prompt_ids, sampling in jobs:
             request = GenerationRequest(f"offline-{self._num_requests}", prompt_ids, sampling)
             self._num_requests += 1
-            request.validate(self.info.vocab_size, self.info.max_model_len, self.info.max_logprobs)
+            self.engine.validate(request)
             requests.append(request)
         folds = {request.request_id: _Fold(request, self._streams(request)) for request in requests}
         pending = list(reversed(requests))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.api import FinishReason, GenerationRequest, TokenEvent, TokenLogprob
+from engine.api import FinishReason, GenerationRequest, TokenEvent
 from engine.batch import StepPlan
 from engine.errors import CapacityError, EngineDeadError, RequestError
 from engine.faults import Faults
@@ -75,16 +75,9 @@ class Engine:
         num_waiting = len(self.scheduler.waiting)
         return num_waiting == 0 or num_waiting + num_choices <= self.limits.max_waiting
 
-    def add(self, request: GenerationRequest) -> None:
-        """Queues a request.
-
-        Raises:
-            RequestError: it can never be served.
-            CapacityError: too many requests are waiting.
-        """
+    def validate(self, request: GenerationRequest) -> None:
+        """Raises RequestError for a request that can never be served."""
         request.validate(self.limits.vocab_size, self.limits.max_model_len, self.limits.max_logprobs)
-        if request.request_id in self._live:
-            raise RequestError(f"request id {request.request_id} is in use", "request_id")
         num_prompt = len(request.prompt_ids)
         blocks = self.scheduler.blocks
         if blocks.blocks_for(num_prompt) > blocks.num_blocks:
@@ -94,6 +87,17 @@ class Engine:
                 "prompt",
                 "context_length_exceeded",
             )
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queues a request.
+
+        Raises:
+            RequestError: it can never be served, or its id is in use.
+            CapacityError: too many requests are waiting.
+        """
+        self.validate(request)
+        if request.request_id in self._live:
+            raise RequestError(f"request id {request.request_id} is in use", "request_id")
         if not self.has_room(request.sampling.n):
             raise CapacityError(f"{len(self.scheduler.waiting)} requests are waiting already; try again later")
         seqs = self._make_sequences(request)
@@ -113,7 +117,9 @@ class Engine:
     def _make_sequences(self, request: GenerationRequest) -> list[Sequence]:
         sampling = request.sampling
         num_prompt = len(request.prompt_ids)
-        room = self.limits.max_model_len - num_prompt
+        max_len = self.limits.max_model_len
+        if sampling.max_tokens is not None:
+            max_len = min(max_len, num_prompt + sampling.max_tokens)
         seed = int(self._random.integers(2**63)) if sampling.seed is None else sampling.seed
         stop_ids: dict[int, int | None] = {} if sampling.ignore_eos else dict.fromkeys(self.limits.eos_token_ids)
         stop_ids.update((token_id, token_id) for token_id in sampling.stop_token_ids)
@@ -122,7 +128,7 @@ class Engine:
                 request=request,
                 index=index,
                 seed=seed,
-                max_tokens=room if sampling.max_tokens is None else min(room, sampling.max_tokens),
+                max_len=max_len,
                 stop_ids=stop_ids,
                 rope_len=self.runner.rope.rope_len(num_prompt),
             )
@@ -140,9 +146,7 @@ class Engine:
         Raises:
             EngineDeadError: several steps in a row failed; no further step will work.
         """
-        if self._faults is not None:
-            self._faults.before_schedule(self.scheduler)
-        plan = self.scheduler.schedule()
+        plan = self._schedule()
         events = [event for seq in self.scheduler.exhausted for event in self._finish(seq, "length")]
         self.scheduler.exhausted.clear()
         self._sync_slots()
@@ -158,6 +162,11 @@ class Engine:
         self.scheduler.commit(plan, seqs)
         return events + self._take_results(plan, seqs, result)
 
+    def _schedule(self) -> StepPlan | None:
+        if self._faults is None:
+            return self.scheduler.schedule()
+        return self._faults.schedule(self._steps + 1, self.scheduler)
+
     def _run(self, plan: StepPlan, seqs: list[Sequence]) -> StepResult:
         if self._faults is None:
             return self.runner.step(plan)
@@ -170,9 +179,9 @@ class Engine:
         """Tells the runner which slots have been left and which were taken."""
         self._forget_released_slots()
         for seq in self.scheduler.admitted:
-            if seq.slot < 0:
-                continue
             sampling = seq.request.sampling
+            if seq.index == 0 and seq.num_preemptions == 0:
+                self._prompt_tokens += seq.num_prompt
             self.runner.sampler.add(
                 slot=seq.slot,
                 sampling=sampling,
@@ -194,9 +203,7 @@ class Engine:
 
     def _take_results(self, plan: StepPlan, seqs: list[Sequence], result: StepResult) -> list[TokenEvent]:
         events: list[TokenEvent] = []
-        for seq, start in zip(seqs, plan.starts.tolist(), strict=True):
-            if start == 0 and seq.num_preemptions == 0:
-                self._prompt_tokens += seq.num_prompt
+        for seq in seqs:
             if seq.slot in result.prompt_logprobs:
                 assert seq.prompt_logprobs is not None
                 seq.prompt_logprobs += result.prompt_logprobs[seq.slot]
@@ -209,32 +216,28 @@ class Engine:
                 continue
             seq.token_ids.append(token_id)
             self._generated_tokens += 1
-            finish = self._finish_reason(seq, token_id)
+            finish: FinishReason | None = None
+            if token_id in seq.stop_ids:
+                finish = "stop"
+            elif len(seq.token_ids) >= seq.max_len:
+                finish = "length"
             event = TokenEvent(
-                request_id=seq.request.request_id,
-                index=seq.index,
-                token_ids=(token_id,),
-                logprobs=None if logprob is None else (logprob,),
-                finish_reason=finish,
-                stop_reason=seq.stop_ids.get(token_id) if finish == "stop" else None,
-                num_cached_tokens=seq.num_cached_tokens,
-                prompt_logprobs=self._unreported_prompt_logprobs(seq),
+                seq.request.request_id,
+                seq.index,
+                (token_id,),
+                None if logprob is None else (logprob,),
+                finish,
+                seq.stop_ids[token_id] if finish == "stop" else None,
+                seq.num_cached_tokens,
             )
-            seq.reported = True
+            if not seq.reported:
+                seq.reported = True
+                event.prompt_logprobs = None if seq.prompt_logprobs is None else tuple(seq.prompt_logprobs)
             events.append(event)
             if finish is not None:
                 self._end(seq)
         self._forget_released_slots()
         return events
-
-    def _finish_reason(self, seq: Sequence, token_id: int) -> FinishReason | None:
-        if token_id in seq.stop_ids:
-            return "stop"
-        return "length" if seq.num_output >= seq.max_tokens else None
-
-    @staticmethod
-    def _unreported_prompt_logprobs(seq: Sequence) -> tuple[TokenLogprob | None, ...] | None:
-        return None if seq.reported or seq.prompt_logprobs is None else tuple(seq.prompt_logprobs)
 
     def _finish(
         self, seq: Sequence, reason: FinishReason, error: str | None = None, discard: bool = False

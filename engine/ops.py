@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from engine.cpu import activation, attention, linear, rmsnorm, rope, sampling
+from engine.cpu.team import Team
 from engine.weights import LinearWeight
 from ref import embedding
 
@@ -33,11 +35,11 @@ class OpTable:
     sampling: Any  # see engine.sampler.SamplingOps
 
 
-def cpu_ops() -> OpTable:
-    """The op table of a machine without a GPU, float32."""
+def cpu_ops(num_threads: int = 1) -> OpTable:
+    """The op table of a machine without a GPU, float32; num_threads share the matrix products."""
     return OpTable(
         embedding=embedding.embedding,
-        linear=linear.linear,
+        linear=partial(linear.linear, team=Team(num_threads)),
         rmsnorm=rmsnorm.rmsnorm,
         add_rmsnorm=rmsnorm.add_rmsnorm,
         rope_kv_write=rope.rope_kv_write,

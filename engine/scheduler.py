@@ -81,10 +81,11 @@ class Scheduler:
         if suspect is not None:
             self._step += 1
             return self._plan([], [(suspect, min(suspect.num_remaining, self.max_num_batched_tokens))])
-        decodes, budget = self._schedule_decodes()
+        decodes, prefills = self._schedule_decodes()
+        budget = self.max_num_batched_tokens - len(decodes)
         chunks: list[tuple[Sequence, int]] = []
-        for seq in self.running:
-            if budget > 0 and seq.num_remaining > 1:
+        for seq in prefills:
+            if budget > 0 and seq.state is SequenceState.RUNNING:
                 chunks.append((seq, min(seq.num_remaining, budget)))
                 budget -= chunks[-1][1]
         self._admit(chunks, budget)
@@ -101,25 +102,28 @@ class Scheduler:
     def commit(self, plan: StepPlan, seqs: list[Sequence]) -> None:
         """Notes that a step has been computed: KV of its tokens is in memory. seqs are its rows in order."""
         for seq, count in zip(seqs, np.diff(plan.cu_seqlens_q).tolist(), strict=True):
-            seq.suspect = False
             seq.num_computed += count
+            seq.suspect = seq.suspect and seq.num_remaining > 0
             if seq.num_computed // self.blocks.block_size > len(seq.prefix):
                 self.blocks.commit(seq)
 
     # ---- inside
 
-    def _schedule_decodes(self) -> tuple[list[Sequence], int]:
-        """Sequences that decode in this step, each with a block for its token; preempts where there is none."""
+    def _schedule_decodes(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Sequences that decode in this step, each with a block for its token, and those that still prefill.
+
+        Preempts where there is no block; what it preempts is younger than what it has looked at already, or a prefill.
+        """
         decodes: list[Sequence] = []
-        budget = self.max_num_batched_tokens
+        prefills: list[Sequence] = []
         for seq in list(self.running):
-            if seq.state is not SequenceState.RUNNING or seq.num_remaining != 1:
+            if seq.state is not SequenceState.RUNNING:
                 continue
-            if self.blocks.needs_block(seq) and not self._make_room(seq):
-                continue
-            decodes.append(seq)
-            budget -= 1
-        return decodes, budget
+            if len(seq.token_ids) - seq.num_computed > 1:
+                prefills.append(seq)
+            elif not self.blocks.needs_block(seq) or self._make_room(seq):
+                decodes.append(seq)
+        return decodes, prefills
 
     def _make_room(self, seq: Sequence) -> bool:
         """Gives a decoding sequence one more block, at the cost of younger ones; False if it cannot go on."""
@@ -132,9 +136,6 @@ class Scheduler:
                     self.preempt(seq)
                 return False
             self.preempt(youngest)
-        if len(seq.block_ids) == self._block_tables.shape[1]:
-            self.exhausted.append(seq)
-            return False
         block = self.blocks.grow(seq)
         self._block_tables[seq.slot, len(seq.block_ids) - 1] = block
         return True
@@ -146,16 +147,16 @@ class Scheduler:
         """
         passed: list[Sequence] = []
         for seq in list(self.waiting):
-            if budget <= 0 or not self._free_slots:
+            if budget <= 0 or not self._free_slots or len(passed) == MAX_LOOKAHEAD:
                 break
-            if seq.suspect or self._waits_for_sibling(seq):
+            if any(older.num_overtaken >= MAX_OVERTAKEN for older in passed):
+                break
+            if self._waits_for_sibling(seq):
                 continue
             matched = self.blocks.match_prefix(seq)
             spare = len(self.running)
-            if self.blocks.num_blocks_to_admit(seq, matched) + spare > self.blocks.num_free:
+            if seq.suspect or self.blocks.num_blocks_to_admit(seq, matched) + spare > self.blocks.num_free:
                 passed.append(seq)
-                if seq.num_overtaken >= MAX_OVERTAKEN or len(passed) == MAX_LOOKAHEAD:
-                    break
                 continue
             for older in passed:
                 older.num_overtaken += 1

@@ -37,7 +37,7 @@ class Sequence:
     request: GenerationRequest
     index: int
     seed: int
-    max_tokens: int  # already cut to the room that the context leaves
+    max_len: int  # prompt and output together; the output ends here at the latest
     stop_ids: dict[int, int | None]  # ids that end the sequence → stop_reason (None for the model's own)
     rope_len: int = 0  # the length that chose a dynamic rope table; 0 where the table is fixed
     token_ids: list[int] = field(default_factory=list)

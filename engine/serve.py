@@ -7,14 +7,18 @@ SIGTERM and SIGINT drain: no new requests, what is running gets shutdown_grace_s
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import signal
 import sys
 import time
+from dataclasses import replace
 from types import FrameType
 
+from engine.api import TokenEvent
 from engine.build import BuiltEngine, build_engine
 from engine.config import EngineConfig
+from engine.env import read_environment
 from engine.errors import CapacityError, ConfigError, EngineDeadError, GlintError, RequestError
 from engine.front_end import FrontEnd, listen
 from engine.log import set_up_logging
@@ -109,7 +113,7 @@ class Service:
             case _:
                 raise TypeError(f"unexpected message {type(message).__name__}")
 
-    def _publish(self, events: list) -> None:  # type: ignore[type-arg]
+    def _publish(self, events: list[TokenEvent]) -> None:
         stats = self._engine.stats()
         if events or stats != self._last_stats:
             self._last_stats = stats
@@ -146,14 +150,15 @@ def serve(config: EngineConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     started = time.perf_counter()
-    front_end = FrontEnd(config, listen(config.host, config.port))
+    listener = listen(config.host, config.port)
+    url = f"http://{config.host}:{listener.getsockname()[1]}"
+    front_end = FrontEnd(config, listener)
     try:
         built = build_engine(config)
         source = built.source
         front_end.send(Loaded(built.info, source.kind, str(source.path), config.chat_template))
         wait_until_front_end_is_ready(front_end)
         service = Service(built, front_end, config.shutdown_grace_s)
-        url = f"http://{config.host}:{config.port}"
         logger.info("ready after %.1f s: %s serves %s", time.perf_counter() - started, url, built.info.names[0])
         service.run()
         front_end.send(Stop())
@@ -168,9 +173,11 @@ def serve(config: EngineConfig) -> None:
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 after a stop that was asked for, 1 after an error, 143 if stopped before ready."""
-    set_up_logging("rank 0")
     try:
-        serve(parse_args(argv))
+        environment = read_environment(os.environ)
+        set_up_logging("rank 0", environment.log_level)
+        config = parse_args(argv)
+        serve(replace(config, api_key=config.api_key or environment.api_key))
     except StopSignal as stop:
         print(f"engine.serve: stopped by {stop} before it was ready", file=sys.stderr)
         return 143

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.cpu.team import Team
 from engine.weights import LinearWeight
 
 Float32 = NDArray[np.float32]
@@ -21,13 +22,13 @@ def prepare_dense(weight: LinearWeight) -> LinearWeight:
     return replace(weight, tensors={"weight_t": stored})
 
 
-def linear(x: Float32, weight: LinearWeight) -> Float32:
+def linear(x: Float32, weight: LinearWeight, *, team: Team) -> Float32:
     """y = x Wᵀ + bias, [num_tokens, in_features] → [num_tokens, out_features] float32.
 
     A weight that is also the embedding keeps its [out, in] layout ("weight"); all others have "weight_t".
     """
     stored = weight.tensors.get("weight_t")
-    y: Float32 = x @ (weight.tensors["weight"].T if stored is None else stored)
+    y = team.matmul(x, weight.tensors["weight"].T if stored is None else stored)
     if weight.bias is not None:
         y += weight.bias
     return y

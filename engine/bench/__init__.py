@@ -1,0 +1,1 @@
+"""Benchmarks of the engine; each is a subcommand of `python -m engine.bench`."""

@@ -14,29 +14,13 @@ from server.schema import ChatRequest, ContentPart, Message, TokenizeRequest, To
 # The template's view of a role. Templates know no developer; it keeps its place among the messages.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
-# Names the renderer itself sets; a request must not change what they mean.
-_RESERVED_KWARGS = frozenset(
-    {
-        "messages",
-        "tools",
-        "documents",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "bos_token",
-        "eos_token",
-        "raise_exception",
-        "strftime_now",
-    }
-)
-
 
 async def render(body: ChatRequest | TokenizeRequest, model: ModelInfo, client: EngineClient) -> list[int]:
     """Prompt ids of a conversation.
 
     Raises:
-        RequestError: a message breaks a rule, the model has no tokenizer or template, the template refuses.
+        RequestError: a message breaks a rule, the model has no tokenizer or template, the template refuses, or
+            chat_template_kwargs has a reserved name.
     """
     if not model.has_tokenizer:
         message = "this model has no tokenizer: use /v1/completions with token ids as the prompt"
@@ -49,12 +33,8 @@ async def render(body: ChatRequest | TokenizeRequest, model: ModelInfo, client: 
     if continue_final and add_prompt:
         message = "continue_final_message and add_generation_prompt cannot both be true"
         raise RequestError(message, "continue_final_message")
-    kwargs = body.chat_template_kwargs or {}
-    for name in kwargs:
-        if name in _RESERVED_KWARGS:
-            message = f"chat_template_kwargs cannot set {name}"
-            raise RequestError(message, f"chat_template_kwargs.{name}")
-    return await client.render_chat(template_messages(body.messages or []), add_prompt, continue_final, kwargs)
+    messages = template_messages(body.messages or [])
+    return await client.render_chat(messages, add_prompt, continue_final, body.chat_template_kwargs)
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -120,6 +120,8 @@ class FakeClient:
                 "template_kwargs": dict(template_kwargs or {}),
             }
         )
+        if "messages" in (template_kwargs or {}):
+            raise RequestError("chat_template_kwargs cannot set messages", "chat_template_kwargs.messages")
         if any("REFUSE" in message["content"] for message in messages):
             raise RequestError("the chat template refuses: roles must alternate", "messages")
         return ids_of("".join(f"{message['role'][0]}:{message['content']};" for message in messages))

@@ -14,7 +14,7 @@ The first run makes .venv and installs into it; later ones do so again only afte
 
 ARGS="…"         for engine.serve or pytest:  make serve ARGS="--model DIR --port 9000"
                                               make test ARGS="tests/engine -k sampler"
-PYTHON=…         the Python (3.11 or later) that .venv is made with; else the first that fits of $(PYTHONS)
+PYTHON=…         the Python (3.11 or later) that .venv is made with; else the first that fits of those in the PATH
 CUDA=12|13|none  the CUDA packages to add; else 13 for an NVIDIA driver from 580 on, 12 for an older one, none without
                  (here: $(CUDA_FOUND))
 GLINT_OFFLINE=1  tests fetch nothing; those of the starter model are skipped unless it has been fetched before
@@ -35,8 +35,8 @@ ARGS :=
 # The file is asked first, since nvidia-smi can take a second; under WSL there is only nvidia-smi.
 DRIVER_FILE := /proc/driver/nvidia/version
 ifeq ($(CUDA),auto)
-  DRIVER := $(shell { cat $(DRIVER_FILE) || nvidia-smi --query-gpu=driver_version --format=csv,noheader; } 2>/dev/null \
-    | sed -n 's/^\(.* \)*\([0-9][0-9][0-9]\)\.[0-9].*/\2/p' | sed -n 1p)
+  DRIVER := $(shell { said=$$(cat $(DRIVER_FILE) || nvidia-smi --query-gpu=driver_version --format=csv,noheader) \
+    && echo "$$said"; } 2>/dev/null | sed -n 's/^\(.* \)*\([0-9][0-9][0-9]\)\.[0-9].*/\2/p' | sed -n 1p)
   CUDA_FOUND := $(shell test -z "$(DRIVER)" && echo none || { test "$(DRIVER)" -ge 580 && echo 13 || echo 12; })
 else
   CUDA_FOUND := $(CUDA)
@@ -86,22 +86,22 @@ $(TEST_READY): EXTRAS := test $(CUDA_EXTRA)
 # An empty file that stands for a finished install. What pip downloads is shown as it goes, the rest of its talk is not;
 # its warnings and errors are. A .venv without pip is one that was cut short or made by another tool.
 $(SERVE_READY) $(TEST_READY): pyproject.toml $(PY)
-	@echo "make: installing into $(VENV) what pyproject.toml asks for$(if $(EXTRAS), (with $(call extras,$(EXTRAS))))"
+	@echo "glint: installing into $(VENV) what pyproject.toml asks for$(if $(EXTRAS), (with $(call extras,$(EXTRAS))))"
 	@rm -f $@ $(patsubst %,$(VENV)/.installed-*-%,$(OTHER_CUDA))
 	@$(PY) -c 'import pip' 2>/dev/null || $(PY) -m ensurepip
 	@$(if $(OTHER_CUDA),$(PY) -m pip uninstall --quiet --yes $(OTHER_CUDA:cuda%=cupy-cuda%x) 2>/dev/null)
 	@{ $(PY) -m pip install --editable '.$(if $(EXTRAS),[$(call extras,$(EXTRAS))])' && touch $@; } \
 	  | while read -r word rest; do test "$$word" != Downloading || echo "  $$rest"; done
-	@test -f $@ || { echo "make: the install failed, see above; the same command tries again" >&2; exit 1; }
+	@test -f $@ || { echo "glint: the install failed, see above; the same command tries again" >&2; exit 1; }
 
 $(PY):
 	@for python in $(PYTHONS); do \
 	  $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
-	  echo "make: making $(VENV) with $$($$python --version)"; \
+	  echo "glint: making $(VENV) with $$($$python --version)"; \
 	  $$python -m venv --clear $(VENV) && exit 0; \
-	  echo "make: $$python cannot make a virtual environment (on Debian and Ubuntu: install python3-venv)" >&2; exit 1; \
+	  echo "glint: $$python cannot make a virtual environment (on Debian and Ubuntu: install python3-venv)" >&2; exit 1; \
 	done; \
-	echo "make: found no Python 3.11 or later among: $(PYTHONS)" >&2; \
+	echo "glint: found no Python 3.11 or later among: $(PYTHONS)" >&2; \
 	for python in $(PYTHONS); do \
 	  found=$$($$python --version 2>&1) && echo "  $$python is $$found" >&2; \
 	done; \

@@ -33,6 +33,12 @@ def test_sam_01_very_small_temperatures() -> None:
     assert changed.token_ids[3] == result.token_ids[3]
 
 
+def test_sam_01_temperatures_have_a_floor() -> None:
+    """At 1e-4 two logits 0.001 apart would be e¹⁰ apart; at the floor of 0.01 both come: a chance of 0.52⁴⁰ not to."""
+    logits = np.tile(np.array([0.0, 0.001], dtype=np.float32), (40, 1))
+    assert set(run_one_step([SamplingParams(temperature=1e-4)] * 40, logits).token_ids.tolist()) == {0, 1}
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -131,12 +137,16 @@ def test_sam_05_a_bad_row_is_named_and_alone(poison: str, kind: str) -> None:
 
 
 def test_sam_05_a_bad_row_does_not_count_as_output() -> None:
-    """The next good step of the slot draws for the same position as if the bad one had not been."""
+    """The next good step of the slot draws for the same position, with the same counts, as if it had not been."""
     sampler = new_sampler()
     sampler.add(0, SamplingParams(frequency_penalty=2.0), 7, [1])
     sampler.add(1, SamplingParams(frequency_penalty=2.0), 7, [1])
-    bad = sampler.sample(np.full((1, VOCAB), np.nan, dtype=np.float32), np.array([0], dtype=np.int32))
-    assert bad.bad_rows.all()
+    sampler.add(2, replace(GREEDY, frequency_penalty=2.0), 7, [1])
+    slots = np.array([0, 2], dtype=np.int32)
+    assert sampler.sample(np.full((2, VOCAB), np.nan, dtype=np.float32), slots).bad_rows.all()
+    tie = np.zeros((1, VOCAB), dtype=np.float32)  # of which 0 is taken unless it counts as seen
+    assert sampler.sample(tie.copy(), slots[1:]).token_ids.tolist() == [0]
+    assert sampler.sample(tie.copy(), slots[1:]).token_ids.tolist() == [1]
     for _ in range(5):
         ids = step(sampler, [0, 0], [0, 1]).token_ids
         assert ids[0] == ids[1]

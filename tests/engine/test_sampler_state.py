@@ -120,9 +120,14 @@ def test_a_reused_slot_remembers_nothing() -> None:
             sampler.remove(3)
             sampler.remove(3)
         sampler.add(3, GREEDY, 0, [6])
-        result = step(sampler, [6], [3])
-        assert result.token_ids.tolist() == [int(TABLE[6].argmax())]
-        assert result.logprobs == [None]
+        assert step(sampler, [6], [3]).logprobs == [None]
+        sampler.add(3, everything, 77, [1, 2], [3, 4], [EOS])
+        sampler.add(3, replace(GREEDY, logprobs=0), 0, [6])
+        for last in range(20):
+            result = step(sampler, [last], [3])
+            assert result.token_ids.tolist() == [int(TABLE[last].argmax())]
+            assert result.logprobs[0] is not None
+            assert result.logprobs[0].top == ()
 
 
 def test_rows_that_ask_for_nothing_are_not_written() -> None:

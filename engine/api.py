@@ -73,9 +73,7 @@ class SamplingParams:
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1, None)
             if self.min_tokens > self.max_tokens:
-                raise RequestError(
-                    f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}", "min_tokens"
-                )
+                raise RequestError(f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}", "min_tokens")
         if self.n > 1 and self.is_greedy:
             raise RequestError(
                 f"n is {self.n} with temperature 0: all choices would be the same; set n to 1 or raise temperature",
@@ -178,7 +176,9 @@ class GenerationRequest:
         lowest, highest = min(self.prompt_ids), max(self.prompt_ids)
         if lowest < 0 or highest >= vocab_size:
             found = lowest if lowest < 0 else highest
-            raise RequestError(f"the prompt has token id {found}; ids of this model are 0 to {vocab_size - 1}", "prompt")
+            raise RequestError(
+                f"the prompt has token id {found}; ids of this model are 0 to {vocab_size - 1}", "prompt"
+            )
         num_prompt = len(self.prompt_ids)
         if num_prompt >= max_model_len:
             wanted = 1 if self.sampling.max_tokens is None else self.sampling.max_tokens

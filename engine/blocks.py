@@ -56,13 +56,14 @@ class BlockManager:
         self._cached: dict[int, CachedBlock] = {}
         self._by_digest: dict[bytes, int] = {}
         self._next_serial = 1
+        self.num_withheld = 0  # free blocks that nobody may have for now: a fault on purpose (see faults)
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
     @property
     def num_free(self) -> int:
         """Blocks without an owner, cached ones included."""
-        return len(self._free)
+        return len(self._free) - self.num_withheld
 
     @property
     def num_cached(self) -> int:
@@ -95,7 +96,7 @@ class BlockManager:
 
     def admit(self, seq: Sequence, matched: list[int]) -> None:
         """Gives seq the matched blocks and new ones for all of its tokens; the caller has checked that they fit."""
-        assert not seq.block_ids and seq.num_computed == 0
+        assert not seq.block_ids, "a waiting sequence owns no block"
         for block in matched:
             if self._ref_counts[block] == 0:
                 del self._free[block]

@@ -98,17 +98,17 @@ class ChatTemplate:
 def _flat_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     """A copy of a message with its content as one string (or None)."""
     if not isinstance(message, Mapping):
-        raise RequestError(f"a message must be an object, found {type(message).__name__}", f"messages.{index}")
+        raise RequestError(f"a message must be an object, found {type(message).__name__}", f"messages[{index}]")
     flat = dict(message)
     content = flat.get("content")
     if isinstance(content, list | tuple):
-        flat["content"] = "".join(_part_text(part, f"messages.{index}.content.{n}") for n, part in enumerate(content))
+        flat["content"] = "".join(_part_text(part, f"messages[{index}].content[{n}]") for n, part in enumerate(content))
         if not content:
-            raise RequestError("content is an empty list; give at least one text part", f"messages.{index}.content")
+            raise RequestError("content is an empty list; give at least one text part", f"messages[{index}].content")
     elif content is not None and not isinstance(content, str):
         raise RequestError(
             f"content must be a string or a list of text parts, found {type(content).__name__}",
-            f"messages.{index}.content",
+            f"messages[{index}].content",
         )
     return flat
 

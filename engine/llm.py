@@ -1,16 +1,16 @@
 """Offline use: `LLM(model).generate(prompts)` in one process, without HTTP.
 
-    from engine.llm import LLM, SamplingParams
+from engine.llm import LLM, SamplingParams
 
-    llm = LLM()                                       # the starter model
-    for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8)):
-        print(output.text)
+llm = LLM()                                       # the starter model
+for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8)):
+    print(output.text)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from engine.api import (
@@ -26,7 +26,7 @@ from engine.checkpoint.text import load_text
 from engine.config import EngineConfig
 from engine.detokenizer import TextStream
 from engine.errors import RequestError, RequestFailedError
-from engine.text import require_tokenizer, with_bad_words
+from engine.text import default_sampling, require_tokenizer, with_bad_words
 
 __all__ = ["LLM", "Completion", "RequestOutput", "SamplingParams"]
 
@@ -111,12 +111,9 @@ class LLM:
         tokenizer = require_tokenizer(self.tokenizer, "chat needs one; use generate with token ids")
         if self.chat_template is None:
             raise RequestError("this model has no chat template: use generate, or pass chat_template", "messages")
-        many = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
         ids = []
-        for messages in many:
-            text = self.chat_template.render(
-                messages, add_generation_prompt, continue_final_message, template_kwargs  # type: ignore[arg-type]
-            )
+        for messages in _conversations(conversations):
+            text = self.chat_template.render(messages, add_generation_prompt, continue_final_message, template_kwargs)
             ids.append(tokenizer.encode(text, add_special_tokens=False, param="messages"))
         return self._run(list(zip(map(tuple, ids), self._sampling(sampling, len(ids)), strict=True)))
 
@@ -125,14 +122,14 @@ class LLM:
             return tuple(require_tokenizer(self.tokenizer, "pass token ids").encode(prompt))
         return tuple(prompt)
 
-    def _sampling(
-        self, sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
-    ) -> list[SamplingParams]:
+    def _sampling(self, sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if sampling is None:
-            sampling = SamplingParams(**dict(self.info.default_sampling))
+            sampling = default_sampling(self.info)
         many = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
         if len(many) != count:
-            raise RequestError(f"{len(many)} sampling parameters for {count} prompts; give one, or one each", "sampling")
+            raise RequestError(
+                f"{len(many)} sampling parameters for {count} prompts; give one, or one each", "sampling"
+            )
         return [with_bad_words(one, self.tokenizer) for one in many]
 
     def _run(self, jobs: list[tuple[tuple[int, ...], SamplingParams]]) -> list[RequestOutput]:
@@ -200,8 +197,12 @@ def _completion(deltas: list[OutputDelta]) -> Completion:
     )
 
 
-def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _prompts(prompts: Any) -> list[Prompt]:
     """A list of prompts; a text or a list of ids alone is one prompt."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    is_one = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
+    return [prompts] if is_one else list(prompts)
+
+
+def _conversations(conversations: Any) -> list[Messages]:
+    """A list of conversations; one conversation alone is one."""
+    return [conversations] if conversations and isinstance(conversations[0], Mapping) else list(conversations)

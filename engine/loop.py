@@ -7,6 +7,7 @@ the front end's process.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -59,6 +60,7 @@ class Engine:
         self._bad_rows = 0
         self._failed_steps = 0
         self._steps = 0
+        self._step_seconds = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -112,7 +114,9 @@ class Engine:
 
     def abort_all(self) -> list[TokenEvent]:
         """Ends everything, with an event of finish_reason "abort" for each choice."""
-        return [event for seqs in list(self._live.values()) for seq in list(seqs) for event in self._finish(seq, "abort")]
+        return [
+            event for seqs in list(self._live.values()) for seq in list(seqs) for event in self._finish(seq, "abort")
+        ]
 
     def _make_sequences(self, request: GenerationRequest) -> list[Sequence]:
         sampling = request.sampling
@@ -146,6 +150,13 @@ class Engine:
         Raises:
             EngineDeadError: several steps in a row failed; no further step will work.
         """
+        started = time.perf_counter()
+        try:
+            return self._step()
+        finally:
+            self._step_seconds += time.perf_counter() - started
+
+    def _step(self) -> list[TokenEvent]:
         plan = self._schedule()
         events = [event for seq in self.scheduler.exhausted for event in self._finish(seq, "length")]
         self.scheduler.exhausted.clear()
@@ -286,6 +297,7 @@ class Engine:
             bad_rows=self._bad_rows,
             failed_steps=self._failed_steps,
             steps=self._steps,
+            step_seconds=self._step_seconds,
         )
 
 

@@ -36,7 +36,11 @@ class MemoryPlan:
         whole = self.num_kv_tokens / self.max_model_len
         rows = (
             ("weights", f"{self.weights / 1e6:,.0f} MB", ""),
-            ("KV pool", f"{self.kv_pool / 1e6:,.0f} MB", f"{self.num_kv_tokens:,} tokens in {self.num_blocks:,} blocks"),
+            (
+                "KV pool",
+                f"{self.kv_pool / 1e6:,.0f} MB",
+                f"{self.num_kv_tokens:,} tokens in {self.num_blocks:,} blocks",
+            ),
             ("workspace", f"{self.workspace / 1e6:,.0f} MB", "at most, in the largest step"),
             ("concurrency", f"{whole:.1f}", f"sequences of {self.max_model_len:,} tokens at once"),
         )
@@ -61,9 +65,7 @@ def plan_memory(config: EngineConfig, model: Model, weight_bytes: int, max_model
                 f"no memory is left for the KV cache: {free / 1e6:,.0f} MB are free, a block of {config.block_size} "
                 f"tokens takes {block_bytes / 1e6:,.1f} MB; use a smaller model or free some memory"
             )
-    return MemoryPlan(
-        weight_bytes, num_blocks * block_bytes, workspace, num_blocks, config.block_size, max_model_len
-    )
+    return MemoryPlan(weight_bytes, num_blocks * block_bytes, workspace, num_blocks, config.block_size, max_model_len)
 
 
 def _workspace(config: EngineConfig, model: Model, max_model_len: int) -> int:

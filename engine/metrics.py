@@ -29,11 +29,12 @@ _COUNTERS = (
     ("prefix_cache_queries", "Tokens looked up in the prefix cache", "prefix_queried_tokens"),
     ("prefix_cache_hits", "Tokens found in the prefix cache", "prefix_hit_tokens"),
     ("preemptions", "Choices sent back to the queue for want of blocks", "preemptions"),
-    ("prompt_tokens", "Prompt tokens of choices that were started", "prompt_tokens"),
+    ("prompt_tokens", "Prompt tokens of requests that were started", "prompt_tokens"),
     ("generation_tokens", "Tokens generated", "generated_tokens"),
     ("bad_logits_rows", "Rows of logits that were not numbers", "bad_rows"),
     ("failed_steps", "Steps that raised", "failed_steps"),
     ("engine_steps", "Steps computed", "steps"),
+    ("engine_step_seconds", "Seconds spent in steps", "step_seconds"),
 )
 
 

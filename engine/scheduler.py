@@ -225,9 +225,7 @@ class Scheduler:
             token_ids=np.array(token_ids, np.int32),
             block_table=self._block_tables[slots, :width],
             num_logits=np.array(num_logits, np.int32),
-            samples=np.array(
-                [True] * len(decodes) + [count == seq.num_remaining for seq, count in chunks], np.bool_
-            ),
+            samples=np.array([True] * len(decodes) + [count == seq.num_remaining for seq, count in chunks], np.bool_),
             rope_lens=np.array([seq.rope_len for seq in seqs], np.int32),
             num_decodes=len(decodes),
         )

@@ -22,3 +22,4 @@ class EngineStats:
     bad_rows: int = 0
     failed_steps: int = 0
     steps: int = 0
+    step_seconds: float = 0.0  # spent in steps

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
-from engine.api import SamplingParams, TokenEvent
+from engine.api import ModelInfo, SamplingParams, TokenEvent
 from engine.errors import RequestError
 from engine.tokenizer import Tokenizer
 
@@ -28,6 +29,12 @@ def _join(first: TokenEvent, second: TokenEvent) -> TokenEvent:
         num_cached_tokens=max(first.num_cached_tokens, second.num_cached_tokens),
         prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
     )
+
+
+def default_sampling(info: ModelInfo) -> SamplingParams:
+    """What the checkpoint's generation_config.json asks for where a request says nothing."""
+    changes: dict[str, Any] = dict(info.default_sampling)
+    return replace(SamplingParams(), **changes)
 
 
 def with_bad_words(sampling: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
@@ -55,11 +62,3 @@ def require_tokenizer(tokenizer: Tokenizer | None, consequence: str) -> Tokenize
     if tokenizer is None:
         raise RequestError(f"this model has no tokenizer: {consequence}", "prompt")
     return tokenizer
-
-
-def take_ids(token_ids: Sequence[int], vocab_size: int, param: str = "tokens") -> list[int]:
-    """token_ids as a list, if all are ids of the model; a RequestError otherwise."""
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise RequestError(f"{param} has token id {token_id}; ids of this model are 0 to {vocab_size - 1}", param)
-    return list(token_ids)

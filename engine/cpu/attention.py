@@ -57,12 +57,13 @@ def _decode_group(
     any_hidden = bool(hidden.any())
     if any_hidden:
         v[hidden] = 0.0  # the gathered copy: what lies behind a sequence may be anything, and 0 · NaN is NaN
-    heads = (q * np.float32(sm_scale)).reshape(num_seqs, n_kv_heads, n_heads // n_kv_heads, head_dim)
-    scores = heads @ k.transpose(0, 2, 3, 1)  # [num_seqs, n_kv_heads, n_rep, longest]
+    heads: Float32 = (q * np.float32(sm_scale)).reshape(num_seqs, n_kv_heads, n_heads // n_kv_heads, head_dim)
+    scores: Float32 = heads @ k.transpose(0, 2, 3, 1)  # [num_seqs, n_kv_heads, n_rep, longest]
     if any_hidden:
         np.copyto(scores, np.float32(-np.inf), where=hidden[:, None, None, :])
     _softmax_in_place(scores)
-    return (scores @ v.transpose(0, 2, 1, 3)).reshape(num_seqs, n_heads, head_dim)
+    out: Float32 = scores @ v.transpose(0, 2, 1, 3)
+    return out.reshape(num_seqs, n_heads, head_dim)
 
 
 def attention_prefill(
@@ -95,15 +96,13 @@ def attention_prefill(
     return out
 
 
-def _prefill_tile(
-    q: Float32, k: Float32, v: Float32, position: int, sm_scale: float, window: int | None
-) -> Float32:
+def _prefill_tile(q: Float32, k: Float32, v: Float32, position: int, sm_scale: float, window: int | None) -> Float32:
     """Queries at position, position + 1, … of one sequence; k and v are [n_kv_heads, seq_len, head_dim]."""
     num_rows, n_heads, head_dim = q.shape
     n_kv_heads = k.shape[0]
     low = 0 if window is None else max(0, position - window + 1)
     high = position + num_rows  # no query of the tile sees further
-    heads = (q * np.float32(sm_scale)).reshape(num_rows, n_kv_heads, n_heads // n_kv_heads, head_dim)
+    heads: Float32 = (q * np.float32(sm_scale)).reshape(num_rows, n_kv_heads, n_heads // n_kv_heads, head_dim)
     key_place = np.arange(low, high)
     query_place = np.arange(position, high)[:, None]
     hidden = key_place > query_place
@@ -112,7 +111,7 @@ def _prefill_tile(
     out = np.empty_like(heads)
     for kv_head in range(n_kv_heads):
         rows = heads[:, kv_head].reshape(-1, head_dim)  # [num_rows · n_rep, head_dim]
-        scores = (rows @ k[kv_head, low:high].T).reshape(num_rows, -1, high - low)
+        scores: Float32 = (rows @ k[kv_head, low:high].T).reshape(num_rows, -1, high - low)
         np.copyto(scores, np.float32(-np.inf), where=hidden[:, None, :])
         _softmax_in_place(scores)
         out[:, kv_head] = (scores.reshape(len(rows), -1) @ v[kv_head, low:high]).reshape(num_rows, -1, head_dim)

@@ -66,7 +66,8 @@ class Team:
         num_tokens, out_features = x.shape[0], columns.shape[1]
         num_shares = min(len(self._members) + 1, x.size * out_features // MIN_SHARE)
         if num_shares < 2:
-            return np.matmul(x, columns)
+            product: Float32 = np.matmul(x, columns)
+            return product
         out = np.empty((num_tokens, out_features), np.float32)
         bounds = [out_features * share // num_shares for share in range(num_shares + 1)]
         helpers = self._members[: num_shares - 1]

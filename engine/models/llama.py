@@ -97,7 +97,7 @@ def attend(
     window: int | None,
     ops: OpTable,
 ) -> Array:
-    """Decoding rows go to the one kernel, prefilling rows to the other; q and result [num_tokens, n_heads, head_dim]."""
+    """Attention of decoding rows by the one op and of prefilling rows by the other, [num_tokens, n_heads, head_dim]."""
     num_decodes = batch.num_decodes
     out = q  # rotated q is not needed again: each row is read before it is overwritten
     if num_decodes:

@@ -1,0 +1,110 @@
+"""Runs the cases of a target and prints a line a case:
+
+python -m conformance --target golden|cpu|host|gpu [--op STEM] [--case NAME] [--seed N] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from conformance.case import Case, Result
+from conformance.check import check
+from conformance.suite import NO_KERNELS, TARGETS, cases, rerun_command
+from engine.ops import cpu_ops
+
+ROOT = Path(__file__).parent.parent
+SOURCES = {"cpu": ("engine/cpu", "engine/models", "engine", "ref"), "golden": ("ref/model",)}  # where a stem's file is
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0, 1 if a case failed, 2 if there was nothing to run."""
+    args = _parse(arguments)
+    if args.target in NO_KERNELS:
+        print(f"python -m conformance: --target {args.target}: {NO_KERNELS[args.target]}", file=sys.stderr)
+        return 2
+    chosen = _choose(cases(args.target), args.op, args.case)
+    if not chosen:
+        stems = ", ".join(dict.fromkeys(case.stem for case in cases(args.target)))
+        print(
+            f"python -m conformance: no case of --target {args.target} has --op {args.op} --case {args.case}; "
+            f"its stems are {stems}",
+            file=sys.stderr,
+        )
+        return 2
+    results = [_run(args.target, case, args.seed) for case in chosen]
+    if args.json is not None:
+        args.json.write_text(json.dumps(_report(args.target, results), indent=1) + "\n", encoding="utf-8")
+    num_passed, num_failed, num_skipped = (
+        sum(r.status == status for r in results) for status in ("ok", "FAIL", "skip")
+    )
+    print(f"{num_passed} passed, {num_failed} failed, {num_skipped} skipped")
+    return 1 if num_failed else 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m conformance", description="Kernels and their twins against ref.")
+    parser.add_argument("--target", choices=TARGETS, required=True)
+    parser.add_argument("--op", metavar="STEM", help="only cases of this stem, such as attention")
+    parser.add_argument("--case", metavar="NAME", help="only the case of this name")
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs (default 0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    return parser.parse_args(arguments)
+
+
+def _choose(found: Sequence[Case], stem: str | None, name: str | None) -> list[Case]:
+    return [case for case in found if stem in (None, case.stem) and name in (None, case.name)]
+
+
+def _run(target: str, case: Case, seed: int) -> Result:
+    """Runs and prints one case."""
+    if target in case.skip:
+        print(f"{case.stem} {case.name} - - skip({case.skip[target]})", flush=True)
+        return Result(case.stem, case.name, "skip", 0.0, 0.0, (case.skip[target],))
+    result = check(case, cpu_ops(), seed)
+    print(f"{case.stem} {case.name} {result.error:.3g} {result.tolerance:.3g} {result.status}", flush=True)
+    for problem in result.problems:
+        print(f"    {problem}")
+    if result.problems:
+        print(f"    again: {rerun_command(target, case, seed)}")
+    return result
+
+
+def _report(target: str, results: Sequence[Result]) -> dict[str, Any]:
+    """What --json writes: where it ran (nothing here yet runs on a GPU), the sources, and all cases but the skipped.
+
+    error is null where it is not finite: JSON has no infinity.
+    """
+    ran = [result for result in results if result.status != "skip"]
+    return {
+        "target": target,
+        **dict.fromkeys(("gpu", "driver", "cuda", "cupy")),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "kernels": {stem: _source_hash(target, stem) for stem in dict.fromkeys(result.stem for result in ran)},
+        "cases": [
+            {
+                "stem": result.stem,
+                "case": result.case,
+                "status": result.status,
+                "error": result.error if result.error < float("inf") else None,
+                "tolerance": result.tolerance,
+            }
+            for result in ran
+        ],
+    }
+
+
+def _source_hash(target: str, stem: str) -> str:
+    """sha256 of the file that was checked."""
+    files = [ROOT / folder / f"{stem}.py" for folder in SOURCES[target]]
+    return hashlib.sha256(next(file for file in files if file.exists()).read_bytes()).hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""Whole models: the engine over an op table against the plain models of ref, on the golden checkpoints.
+
+forward  all logits of three sequences that are computed together, each cut into chunks of its own size, so that
+         prefilling and decoding rows meet in a step; every block of the cache is NaN before it is written.
+generate requests through the engine's loop with a pool of blocks too small for all at once, so that sequences are
+         preempted and resumed: greedy ids and their logprobs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conformance.case import Case, Inputs, Outputs
+from conformance.golden import model_inputs
+from conformance.golden_models import GOLDENS, golden_model, golden_prompts
+from engine.api import GenerationRequest, SamplingParams
+from engine.batch import StepPlan, build_batch, token_positions
+from engine.build import build_engine
+from engine.checkpoint.loader import load_model_config, load_weights
+from engine.checkpoint.source import resolve
+from engine.comm.communicator import OneRank
+from engine.config import EngineConfig
+from engine.kv_cache import make_kv_cache
+from engine.loop import drain
+from engine.models.registry import ARCHITECTURES
+from engine.ops import OpTable
+from engine.rope_table import RopeTable
+from engine.runner import ModelRunner
+from engine.sampler import Sampler
+from engine.weights import Weights
+from ref.config import LlamaConfig
+from ref.generate import generate
+from ref.model.llama import llama
+from ref.sampling import log_softmax
+
+Array = NDArray[Any]
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 30  # the three sequences of `generate` need 6 + 10 + 22
+MAX_TOKENS = 16
+CHUNKS = {"whole": (1000, 1000, 1000), "chunks": (1, 8, 33), "decode": (1, 1, 1)}  # tokens a step of each sequence
+
+
+def cases() -> list[Case]:
+    found = [_forward(name, "chunks") for name in GOLDENS]
+    found += [_forward("mistral", "whole"), _forward("llama3", "decode")]
+    return found + [_generate(name) for name in GOLDENS]
+
+
+def _forward(name: str, chunking: str) -> Case:
+    return Case(
+        stem="llama",
+        name=f"forward-{name}-{chunking}",
+        axes={"golden": name, "chunks": CHUNKS[chunking]},
+        make_inputs=lambda seed: model_inputs(name) | {"prompts": golden_prompts(name)},
+        reference=_forward_reference,
+        candidate=lambda ops, **inputs: _forward_candidate(ops, name, inputs["prompts"], CHUNKS[chunking]),
+    )
+
+
+def _forward_reference(config: LlamaConfig, weights: Inputs, prompts: list[list[int]]) -> Outputs:
+    return {f"logits{i}": llama(config, weights, prompt) for i, prompt in enumerate(prompts)}
+
+
+def _forward_candidate(ops: OpTable, name: str, prompts: Sequence[Sequence[int]], chunks: Sequence[int]) -> Outputs:
+    block_table, num_blocks = _shuffled_blocks(prompts)
+    with tempfile.TemporaryDirectory() as folder:
+        runner = _runner(golden_model(folder, name), ops, max(map(len, prompts)), num_blocks)
+    done = [0] * len(prompts)
+    logits: list[list[Array]] = [[] for _ in prompts]
+    while any(num_done < len(prompt) for num_done, prompt in zip(done, prompts, strict=True)):
+        counts = [min(chunk, len(prompt) - n) for chunk, prompt, n in zip(chunks, prompts, done, strict=True)]
+        rows = sorted((i for i, count in enumerate(counts) if count), key=lambda i: counts[i] > 1)  # decodes first
+        plan = _plan(rows, prompts, done, counts, block_table, runner.rope)
+        rope_rows = runner.rope.rows(token_positions(plan), np.repeat(plan.rope_lens, np.diff(plan.cu_seqlens_q)))
+        hidden = runner.forward(build_batch(plan, BLOCK_SIZE, rope_rows))
+        for i, part in zip(rows, np.split(runner.model.logits(hidden), plan.cu_seqlens_q[1:-1]), strict=True):
+            logits[i].append(part)
+            done[i] += counts[i]
+    return {f"logits{i}": np.concatenate(parts) for i, parts in enumerate(logits)}
+
+
+def _shuffled_blocks(prompts: Sequence[Sequence[int]]) -> tuple[Array, int]:
+    """block_table [num_seqs, longest] of blocks in random order, none twice, and the number of blocks: two more."""
+    counts = [-(-len(prompt) // BLOCK_SIZE) for prompt in prompts]
+    num_blocks = sum(counts) + 2
+    blocks = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
+    block_table = np.full((len(prompts), max(counts)), -1, np.int32)
+    for row, part in enumerate(np.split(blocks[:-2], np.cumsum(counts)[:-1])):
+        block_table[row, : len(part)] = part
+    return block_table, num_blocks
+
+
+def _runner(folder: Path, ops: OpTable, max_model_len: int, num_blocks: int) -> ModelRunner:
+    """A runner over any op table; engine.build makes one over the machine's own."""
+    source = resolve(str(folder))
+    config = load_model_config(source)
+    architecture = ARCHITECTURES[config.architecture]
+    loaded = load_weights(source, architecture.weight_map(config), progress=False)
+    linears = {dest: w if dest == "lm_head" else ops.prepare(w) for dest, w in loaded.linears.items()}
+    model = architecture.build(config, Weights(linears, loaded.arrays), ops)
+    cache = make_kv_cache(
+        model.cache_specs, num_blocks, BLOCK_SIZE, allocate=lambda shape, dtype: np.full(shape, np.nan, dtype)
+    )
+    rope = RopeTable(config.rope, config.head_dim, max_model_len)
+    sampler = Sampler(config.vocab_size, 1, ops.sampling)
+    return ModelRunner(model, ops, OneRank(ops), cache, rope, sampler)
+
+
+def _plan(
+    rows: Sequence[int],
+    prompts: Sequence[Sequence[int]],
+    done: Sequence[int],
+    counts: Sequence[int],
+    block_table: Array,
+    rope: RopeTable,
+) -> StepPlan:
+    num_tokens = np.array([counts[i] for i in rows], np.int32)
+    return StepPlan(
+        step=0,
+        slots=np.array(rows, np.int32),
+        starts=np.array([done[i] for i in rows], np.int32),
+        cu_seqlens_q=np.cumsum([0, *num_tokens], dtype=np.int32),
+        token_ids=np.concatenate([prompts[i][done[i] : done[i] + counts[i]] for i in rows]).astype(np.int32),
+        block_table=block_table[rows],
+        num_logits=num_tokens,
+        samples=np.ones(len(rows), np.bool_),
+        rope_lens=np.array([rope.rope_len(len(prompts[i])) for i in rows], np.int32),
+        num_decodes=int(np.count_nonzero(num_tokens == 1)),
+    )
+
+
+# ---- generate
+
+
+def _generate(name: str) -> Case:
+    return Case(
+        stem="llama",
+        name=f"generate-{name}",
+        axes={"golden": name, "max_tokens": MAX_TOKENS, "num_blocks": NUM_BLOCKS},
+        make_inputs=lambda seed: model_inputs(name) | {"prompts": golden_prompts(name)},
+        reference=_generate_reference,
+        candidate=lambda ops, **inputs: _generate_candidate(name, inputs["prompts"]),
+    )
+
+
+def _generate_reference(config: LlamaConfig, weights: Inputs, prompts: list[list[int]]) -> Outputs:
+    """Dynamic rope keeps the table of the prompt's length, which the cache-free model would not: ids only."""
+    outputs: Outputs = {}
+    for i, prompt in enumerate(prompts):
+        new_ids = generate(config, weights, prompt, MAX_TOKENS, ignore_eos=True)
+        outputs[f"token_ids{i}"] = np.array(new_ids, np.int64)
+        if config.rope.kind != "dynamic":
+            logprobs = log_softmax(llama(config, weights, prompt + new_ids))
+            outputs[f"logprobs{i}"] = logprobs[np.arange(len(prompt) - 1, len(prompt + new_ids) - 1), new_ids]
+    return outputs
+
+
+def _generate_candidate(name: str, prompts: Sequence[Sequence[int]]) -> Outputs:
+    with tempfile.TemporaryDirectory() as folder:
+        config = EngineConfig(
+            model=str(golden_model(folder, name)),
+            block_size=BLOCK_SIZE,
+            num_gpu_blocks_override=NUM_BLOCKS,
+            max_model_len=128 if name == "dynamic" else None,
+            max_num_seqs=len(prompts),
+            max_num_batched_tokens=24,
+        )
+        engine = build_engine(config, progress=False).engine
+    sampling = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0)
+    for i, prompt in enumerate(prompts):
+        engine.add(GenerationRequest(str(i), tuple(prompt), sampling))
+    token_ids: list[list[int]] = [[] for _ in prompts]
+    logprobs: list[list[float]] = [[] for _ in prompts]
+    for event in drain(engine):
+        token_ids[int(event.request_id)] += event.token_ids
+        logprobs[int(event.request_id)] += [entry.logprob for entry in event.logprobs or ()]
+    outputs: Outputs = {f"token_ids{i}": np.array(ids, np.int64) for i, ids in enumerate(token_ids)}
+    if name != "dynamic":
+        outputs |= {f"logprobs{i}": np.array(values, np.float32) for i, values in enumerate(logprobs)}
+    return outputs

@@ -1,0 +1,78 @@
+"""Cases of the dense linear layer."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conformance.case import Case, Inputs, Kept, Outputs
+from conformance.inputs import guarded, normal
+from engine.ops import OpTable
+from engine.weights import LinearWeight
+from ref.linear import linear
+
+Array = NDArray[Any]
+
+SHAPES = {  # num_tokens, in_features, out_features
+    "no-tokens": (0, 16, 24),
+    "scalar": (1, 1, 1),
+    "one-token": (1, 576, 960),
+    "odd": (3, 33, 65),
+    "few-tokens": (17, 576, 192),
+    "tall": (127, 65, 31),
+    "long-sum": (2, 4096, 63),
+}
+
+
+def cases() -> list[Case]:
+    """Every shape, without and with bias; and the layout of a head that is also the embedding."""
+    found = [_case(name, *shape, bias=False) for name, shape in SHAPES.items()]
+    found += [_case(f"{name}-bias", *SHAPES[name], bias=True) for name in ("one-token", "odd", "tall")]
+    found += [_case(f"{name}-tied", *SHAPES[name], bias=False, tied=True) for name in ("no-tokens", "one-token", "odd")]
+    return found
+
+
+def _case(name: str, num_tokens: int, in_features: int, out_features: int, bias: bool, tied: bool = False) -> Case:
+    axes: dict[str, Any] = {
+        "num_tokens": num_tokens,
+        "in_features": in_features,
+        "out_features": out_features,
+        "bias": bias,
+    }
+    return Case(
+        stem="linear",
+        name=name,
+        axes={**axes, "tied": tied},
+        make_inputs=partial(_inputs, **axes),
+        reference=lambda x, weight, bias: {"y": linear(x, weight, bias)},
+        candidate=partial(_candidate, tied=tied),
+        disturb=_disturb,
+    )
+
+
+def _inputs(seed: int, num_tokens: int, in_features: int, out_features: int, bias: bool) -> Inputs:
+    """Rows of x of sizes from 1e-3 to 1e3, not side by side in memory."""
+    rng = np.random.default_rng(seed)
+    sizes = np.float32(10) ** rng.uniform(-3, 3, (num_tokens, 1)).astype(np.float32)
+    return {
+        "x": guarded(normal(rng, num_tokens, in_features) * sizes),
+        "weight": normal(rng, out_features, in_features, scale=in_features**-0.5),
+        "bias": normal(rng, out_features) if bias else None,
+    }
+
+
+def _candidate(ops: OpTable, x: Array, weight: Array, bias: Array | None, tied: bool) -> Outputs:
+    out_features, in_features = weight.shape
+    stored = LinearWeight("dense", out_features, in_features, {"weight": weight}, bias)
+    return {"y": ops.linear(x, stored if tied else ops.prepare(stored))}
+
+
+def _disturb(inputs: Inputs, rng: np.random.Generator) -> Kept:
+    x = inputs["x"]
+    keep = int(rng.integers(len(x))) if len(x) else 0
+    others = np.arange(len(x)) != keep
+    x[others] = normal(rng, int(others.sum()), x.shape[1], scale=100.0)
+    return {"y": slice(keep, keep + 1)}

@@ -1,0 +1,68 @@
+"""How far a candidate may be from the truth: the only place where that is said.
+
+The rule. All errors are taken against ref run in float64, elementwise as conformance.compare defines them:
+
+    error of the candidate  ≤  2 × error of ref run in the storage type  +  floor of the type
+
+where the error of an output is the root mean square over its elements. The middle term knows how hard the inputs are:
+cancellation in a long sum or a steep softmax hurts ref in the storage type as much as any other program. The factor 2
+is for another order of the sums: a dot product of 64 in one run of additions errs up to 1.6 times as much as one in
+eight partial sums (measured).
+
+The largest error of any one element is held to WORST_FACTOR times the same bound, made from the largest error of ref.
+A root mean square over many elements is a steady number, the largest of them is luck: over 25 seeds of every case two
+programs of the same quality differ in it by up to 3.9, and 2 × 4 = 8 is twice that.
+
+The floor is FLOOR_ROUNDINGS units of roundoff. It matters where ref is exact, or nearly, by luck: a softmax over one
+key, a sum of one product. There a candidate may still round where ref does not: a scale that is folded into an operand
+(1), a reciprocal and a product in place of a division (2), a stored partial result (1), the storing of the answer (1);
+8 leaves room for three more. Faults of logic (a wrong mask, head, slot, scale) stand at 1e-3 and above, a thousand
+times the floor of float32; the mutants of tests/conformance/test_the_tests.py are the proof.
+
+Subnormals: NVRTC as CuPy calls it flushes them to zero, NumPy does not. compare divides by at least SMALLEST_NORMAL,
+so that a flushed value is off by at most 1 there; ref answers with such values only where whole rows of its output
+are subnormal, and no case has such rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FACTOR = 2.0
+WORST_FACTOR = 4.0
+FLOOR_ROUNDINGS = 8.0
+UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+SMALLEST_NORMAL = 2.0**-126  # of float32 and bfloat16
+MIN_REASON_WORDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """The rule, or an override of it with its reason.
+
+    Raises:
+        ValueError: other numbers than those of the rule without a reason in words.
+    """
+
+    factor: float = FACTOR
+    floor_roundings: float = FLOOR_ROUNDINGS
+    reason: str = ""  # why it is not the rule
+
+    def __post_init__(self) -> None:
+        is_rule = (self.factor, self.floor_roundings) == (FACTOR, FLOOR_ROUNDINGS)
+        if not is_rule and len(self.reason.split()) < MIN_REASON_WORDS:
+            raise ValueError(f"a tolerance that is not the rule needs a reason in words, found {self.reason!r}")
+
+    def limit(self, yardstick_error: float, storage: str) -> float:
+        """The largest error that passes, given that of ref run in the storage type."""
+        return self.factor * yardstick_error + self.floor_roundings * UNIT_ROUNDOFF[storage]
+
+
+RULE = Tolerance()
+EXACT = Tolerance(0.0, 0.0, "the operation only moves values and computes nothing, so every bit must arrive")
+GOLDEN = Tolerance(
+    4.0,
+    FLOOR_ROUNDINGS,
+    "the stored run takes the angles of rope in float32 where ref takes them in float64, and it is one fixed run on "
+    "one machine: 4 leaves room for the yardstick, which moves by about half with the machine's order of sums",
+)

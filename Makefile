@@ -91,7 +91,10 @@ $(SERVE_READY) $(TEST_READY): pyproject.toml $(PY)
 	@$(PY) -c 'import pip' 2>/dev/null || $(PY) -m ensurepip
 	@$(if $(OTHER_CUDA),$(PY) -m pip uninstall --quiet --yes $(OTHER_CUDA:cuda%=cupy-cuda%x) 2>/dev/null)
 	@{ $(PY) -m pip install --editable '.$(if $(EXTRAS),[$(call extras,$(EXTRAS))])' && touch $@; } \
-	  | while read -r word rest; do test "$$word" != Downloading || echo "  $$rest"; done
+	  | while read -r word rest; do case "$$word $$rest" in \
+	    "Downloading "*) echo "  $$rest" ;; \
+	    "Installing collected"*) echo "  putting them in place" ;; \
+	  esac; done
 	@test -f $@ || { echo "glint: the install failed, see above; the same command tries again" >&2; exit 1; }
 
 $(PY):

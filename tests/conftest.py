@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 # Before anything imports NumPy, whose BLAS reads it once. Models of tests are tiny: a second thread only waits, and in
 # processes that run side by side it takes the cores of the others. A test that wants more says so (--num-threads).
@@ -23,18 +24,18 @@ def starter_model() -> ModelSource:
 
     It fails where the model cannot be had. With GLINT_OFFLINE=1 nothing is fetched, and it skips instead.
     """
-    if os.environ.get(OFFLINE) == "1":
-        try:
-            ensure_starter(fetch=_refuse)
-        except ConfigError as error:
-            pytest.skip(str(error))
     try:
+        if os.environ.get(OFFLINE) == "1":
+            ensure_starter(fetch=_refuse)
         return resolve("starter")
     except ConfigError as error:
-        pytest.fail(f"{error}\nSet {OFFLINE}=1 to skip the tests that need it.", pytrace=False)
+        why = str(error)
+    if os.environ.get(OFFLINE) == "1":
+        pytest.skip(why)
+    pytest.fail(f"{why}\nSet {OFFLINE}=1 to skip the tests that need it.", pytrace=False)
 
 
-def _refuse(starter: StarterModel, folder: object) -> None:
+def _refuse(starter: StarterModel, folder: Path) -> None:
     raise ConfigError(f"{OFFLINE}=1, and {starter.name} has not been fetched before")
 
 

@@ -202,6 +202,16 @@ def test_tok_05_bytes_of_logprobs_join_to_the_content(tokenizer: Tokenizer) -> N
     assert entries[0].top[2].token == tokenizer.token_string(EOS)
 
 
+@BOTH
+def test_tok_05_half_a_character_at_the_end_belongs_to_the_last_token(tokenizer: Tokenizer) -> None:
+    ids = [*byte_ids("a"), *byte_ids("😀")[:2]]
+    logprobs = tuple(TokenLogprob(token_id, -1.0) for token_id in ids)
+    [delta] = run(tokenizer, [event(ids, "length", logprobs=logprobs)])
+    assert delta.logprobs is not None
+    assert [entry.token for entry in delta.logprobs] == ["a", "", "\ufffd"]
+    assert "".join(entry.token for entry in delta.logprobs) == delta.text
+
+
 def test_lone_token_text() -> None:
     assert lone_token_text("é".encode()) == "é"
     assert lone_token_text(b"\xf0\x9f") == "bytes:\\xf0\\x9f"

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from engine.errors import ConfigError
 from engine.gguf_tokenizer import BYTE, CONTROL, UNKNOWN, USER_DEFINED, build_gguf_tokenizer, merges_from_scores
-from tests.engine.tiny_tokenizers import byte_fallback_tokenizer, byte_id, byte_level_tokenizer
+from tests.engine.tiny_tokenizers import byte_fallback_tokenizer, byte_id, byte_ids, byte_level_tokenizer
 
 TEXTS = [
     "hello world",
@@ -151,6 +151,21 @@ def test_user_defined_tokens_are_whole_but_not_special() -> None:
     built = build_gguf_tokenizer(byte_level_metadata(tokens=tokens, token_type=types))
     assert built.encode("<think>").ids == [len(tokens) - 1]
     assert built.decode([2, len(tokens) - 1]) == "<think>"
+
+
+@pytest.mark.parametrize(("pre", "whole"), [("llama-bpe", True), ("qwen2", False)])
+def test_llama_3_takes_whole_words_that_no_merge_makes(pre: str, whole: bool) -> None:
+    tokens = [*byte_level_metadata()["tokenizer.ggml.tokens"], "zzz"]
+    types = [CONTROL] * 3 + [1] * (len(tokens) - 3)
+    built = build_gguf_tokenizer(byte_level_metadata(tokens=tokens, token_type=types, pre=pre))
+    ids = built.encode("zzz", add_special_tokens=False).ids
+    assert ids == ([len(tokens) - 1] if whole else byte_ids("zzz"))
+
+
+@pytest.mark.parametrize(("pre", "text"), [("qwen2", "\u00e9"), ("gpt-2", "e\u0301")])
+def test_qwen_composes_characters(pre: str, text: str) -> None:
+    built = build_gguf_tokenizer(byte_level_metadata(pre=pre))
+    assert built.encode("e\u0301").ids == byte_ids(text)
 
 
 @pytest.mark.parametrize(

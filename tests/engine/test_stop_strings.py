@@ -147,6 +147,8 @@ def test_min_tokens_holds_for_stop_strings(tokenizer: Tokenizer) -> None:
     """SAM-04 for text: a stop string that is complete too early does not count, a later one does."""
     deltas = run(tokenizer, one_by_one(byte_ids("ABABAB"), "length"), stop=("AB",), min_tokens=3)
     assert (text_of(deltas), sum(len(delta.token_ids) for delta in deltas)) == ("AB", 4)
+    deltas = run(tokenizer, one_by_one(byte_ids("ABAB"), "length"), stop=("AB",), min_tokens=2)
+    assert (text_of(deltas), sum(len(delta.token_ids) for delta in deltas)) == ("", 2)
     deltas = run(tokenizer, one_by_one(byte_ids("ABXX"), "length"), stop=("AB",), min_tokens=4)
     assert (text_of(deltas), deltas[-1].finish_reason) == ("ABXX", "length")
 

@@ -117,6 +117,7 @@ TOKENS = ["▁", "▁▁", "▁a", "a▁b", "b", "<0x41>", "<0xZZ>", "<0x4>", " 
         decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
         decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 2, 0)]),
         decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]),
+        decoders.Sequence([decoders.Metaspace(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]),
         decoders.Fuse(),
     ],
     ids=str,

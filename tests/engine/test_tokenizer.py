@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, decoders
+from tokenizers import AddedToken, decoders, processors
 
 from engine.errors import ConfigError, RequestError
 from engine.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
@@ -169,6 +169,18 @@ def test_bos_of_the_config_without_a_post_processor(tmp_path: Path) -> None:
     assert tokenizer is not None
     assert tokenizer.encode("hello")[0] == 1
     assert tokenizer.encode("hello", add_special_tokens=False)[0] != 1
+
+
+def test_bos_of_the_config_beside_a_post_processor(tmp_path: Path) -> None:
+    """API-20: DeepSeek V3 says add_bos_token, but its tokenizer.json adds nothing; the reference adds nothing."""
+    backend = byte_level_tokenizer()
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    write_tokenizer(tmp_path, backend)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"add_bos_token": True}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.encode("hello") == backend.encode("hello").ids
 
 
 def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:

@@ -1,0 +1,195 @@
+"""engine/template_sandbox.py and template_limits.py: templates that try to get out, or to cost too much."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine import template_limits
+from engine.chat_template import ChatTemplate, load_chat_template
+from engine.errors import ConfigError, RequestError
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def refused(text: str, messages: list[dict[str, str]] = MESSAGES) -> str:
+    """The reason that the request gets."""
+    with pytest.raises(RequestError) as caught:
+        ChatTemplate(text, {}, "test").render(messages)
+    assert caught.value.param == "messages"
+    return str(caught.value)
+
+
+def rendered(text: str) -> str:
+    return ChatTemplate(text, {}, "test").render(MESSAGES)
+
+
+ESCAPES = [
+    "{{ cycler.__init__.__globals__.os.mkdir('%s') }}",
+    "{{ joiner.__init__.__globals__['os'].mkdir('%s') }}",
+    "{{ namespace.__init__.__globals__.os.mkdir('%s') }}",
+    "{{ range.__globals__ }}",
+    "{{ raise_exception.__globals__.sys }}",
+    "{{ strftime_now.__code__ }}",
+    "{{ self._TemplateReference__context }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ ''['__class__'] }}",
+    "{{ ''|attr('__class__') }}",
+    "{{ [''] | map(attribute='__class__') | list }}",
+    "{{ '{0.__class__}'.format('') }}",
+    "{{ '{x.__class__}'.format_map({'x': ''}) }}",
+    "{% set f = ''.format %}{{ f.__closure__ }}",
+    "{{ namespace(__class__=1) }}",
+    "{{ messages.append(1) }}",
+    "{{ messages[0].update(role='system') }}",
+    "{{ messages[0].pop('role') }}",
+    "{{ messages.clear() }}",
+    "{{ messages.sort() }}",
+]
+
+
+@pytest.mark.parametrize("text", ESCAPES)
+def test_sec_02_ways_out_are_refused(tmp_path: Path, text: str) -> None:
+    """SEC-02 a, b, c: built-ins' globals, classes, changes of the messages: a 400, and nothing has happened."""
+    target = tmp_path / "pwn"
+    messages = json.loads(json.dumps(MESSAGES))
+    assert "SecurityError" in refused(text.replace("%s", str(target)), messages)
+    assert not target.exists()
+    assert messages == MESSAGES
+
+
+LOADS = [
+    "{% include '/etc/passwd' %}",
+    "{% if false %}{% include '/etc/passwd' %}{% endif %}",
+    "{% extends '/etc/passwd' %}",
+    "{% import '/etc/passwd' as x %}",
+    "{% from '/etc/passwd' import x %}",
+]
+
+
+@pytest.mark.parametrize("text", LOADS)
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "chat_template.jinja"])
+def test_sec_02_nothing_can_be_included(tmp_path: Path, text: str, where: str) -> None:
+    """SEC-02 d: refused when the model is loaded, from either file."""
+    (tmp_path / where).write_text(json.dumps({"chat_template": text}) if where.endswith("json") else text)
+    with pytest.raises(ConfigError, match="nothing is loaded"):
+        load_chat_template(tmp_path, {})
+
+
+TOO_LARGE = [
+    "{{ 'z' * 1000000000 }}",
+    "{{ 1000000000 * 'z' }}",
+    "{% set x = [0] * 1000000000 %}",
+    "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "{% set ns = namespace(x=[]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
+    "{% set ns = namespace(x=[]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x|tojson }}",
+    "{% set ns = namespace(x=[]) %}{% for i in range(60) %}{% set ns.x = {1: ns.x, 2: ns.x} %}{% endfor %}{{ ns.x~1 }}",
+    "{% set ns = namespace(x=7) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "{{ 10 ** 10000000 }}",
+    "{{ 'a'.ljust(1000000000) }}",
+    "{{ 'a'.center(width=1000000000) if false else 'a'.zfill(1000000000) }}",
+    "{{ 'a\t'.expandtabs(1000000000) }}",
+    "{{ 'a' | center(1000000000) }}",
+    "{{ 'a\nb' | indent(1000000000) }}",
+    "{{ [] | slice(1000000000) | list }}",
+    "{{ [1] | batch(1000000000, 0) | list }}",
+    "{{ '%1000000000d' % 1 }}",
+    "{{ '%-1000000000s' | format(1) }}",
+    "{{ '%*d' % (1000000000, 1) }}",
+    "{{ '{:>1000000000}'.format(1) }}",
+    "{{ '{:>{w}}'.format(1, w=1000000000) }}",
+    "{{ '{x:>1000000000}'.format_map({'x': 1}) }}",
+    "{{ ('a' * 1000000).replace('a', 'b' * 1000000) }}",
+    "{{ ('a' * 1000000) | replace('a', 'b' * 1000000) }}",
+    "{{ ('a' * 100000) | join('b' * 1000000) }}",
+    "{{ ('b' * 1000000).join('a' * 100000) }}",
+    "{{ 'a'.translate({97: 'b' * 1000000}) }}",
+    "{{ 'a' | tojson(indent=1000000000) }}",
+    "{% for i in range(99999999) %}x{% endfor %}",
+    "{{ range(99999999) | list }}",
+]
+
+
+@pytest.mark.parametrize("text", TOO_LARGE)
+def test_sec_03_huge_values_are_never_built(text: str) -> None:
+    """SEC-03: refused before memory is taken, by the operator, the method or the filter that would build it."""
+    assert "SecurityError" in refused(text)
+
+
+ENDLESS = [
+    "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+    "{% for i in range(100000) recursive %}{{ loop(range(100000)) if loop.depth < 9 }}{% endfor %}",
+    "{% macro f() %}{% endmacro %}{% for i in range(9) %}{% for j in range(9) %}{% for k in range(100) %}"
+    "{{ f() }}{% endfor %}{% endfor %}{% endfor %}",
+    "{% for i in range(3000) | map('string') %}{% for c in i | map('upper') %}{% endfor %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("text", ENDLESS)
+def test_sec_03_steps_are_counted(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """SEC-03: loops of every kind, recursive ones and calls take from one budget."""
+    monkeypatch.setattr(template_limits, "MAX_STEPS", 5000)
+    assert "more than 5000 steps" in refused(text)
+
+
+def test_sec_03_each_render_has_its_own_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "MAX_STEPS", 1000)
+    compiled = ChatTemplate("{% for i in range(600) %}x{% endfor %}", {}, "test")
+    assert compiled.render(MESSAGES) == compiled.render(MESSAGES) == "x" * 600
+
+
+def test_sec_03_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", -1.0)
+    assert "seconds" in refused("{% for i in range(100) %}{% endfor %}")
+
+
+def test_sec_03_output_is_limited() -> None:
+    text = "{% set x = 'y' * 1000000 %}{% for i in range(100) %}{{ x }}{% endfor %}"
+    assert "longer than 8000000 characters" in refused(text)
+
+
+def test_sec_03_many_small_values_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "MAX_BUILT", 10_000)
+    text = "{% set ns = namespace(x=[]) %}{% for i in range(100) %}{% set ns.x = ns.x + ['z' * 1000] %}{% endfor %}"
+    assert "too large" in refused(text)
+
+
+def test_sec_03_many_short_messages_are_fine() -> None:
+    """SEC-03: an ordinary template, 100 000 messages."""
+    text = "{% for m in messages %}{{ '<' ~ m['role'] + '>' }}{{ m.content|trim }}{% endfor %}"
+    assert ChatTemplate(text, {}, "test").render(MESSAGES * 100_000) == "<user>hello" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{{ 3 * 4 }} {{ 2 ** 10 }} {{ 7 % 4 }} {{ 1.5 + 2 }} {{ 2 * 1.5 }}", "12 1024 3 3.5 3.0"),
+        (
+            "{{ 'a' + 'b' }} {{ 'ab' * 2 }} {{ 'x' ~ 3 ~ none }} {{ [1] + [2] }} {{ [0] * 2 }}",
+            "ab abab x3None [1, 2] [0, 0]",
+        ),
+        ("{{ '%s-%03d %5.1f%%' % ('a', 7, 2.5) }} {{ '**%s** 100000' | format('b') }}", "a-007   2.5% **b** 100000"),
+        ("{{ '{:>4}|{x}|{{}} 123456'.format(1, x='y') }}", "   1|y|{} 123456"),
+        (
+            "{{ [1, 2] | join(', ') }} {{ ', '.join(['a', 'b']) }} {{ messages|map(attribute='role')|join(d='+') }}",
+            "1, 2 a, b user",
+        ),
+        ("{{ 'a-b'.replace('-', '+') }} {{ 'a-b' | replace('-', '') }} {{ 'a' | center(3) }}.", "a+b ab  a ."),
+        ("{{ ['x', 'y'] | batch(1) | list }} {{ 'a\nb' | indent(2) }}", "[['x'], ['y']] a\n  b"),
+        ("{{ dict(a=1).items() | list }} {{ dict([('b', 2)]) }}", "[('a', 1)] {'b': 2}"),
+        ("{% set ns = namespace(n=0) %}{% for i in range(3) %}{% set ns.n = ns.n + i %}{% endfor %}{{ ns.n }}", "3"),
+        ("{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{{ loop.length }}{{ loop.last }}{% endfor %}", "a11True"),
+        ("{% for c in 'ab' if c != 'a' %}{{ c }}{{ loop.index }}{% else %}none{% endfor %}", "b1"),
+        ("{% for x in [[1, [2]], [3]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}", "123"),
+        ("{% for x in nothing %}x{% else %}none{% endfor %}", "none"),
+        ("{% macro f(x) %}<{{ x }}>{% endmacro %}{% for i in [1, 2] %}{{ f(i) }}{% endfor %}", "<1><2>"),
+        ("{{ messages[0]['content'].upper().split('L') }} {{ messages[0].content[::-1] }}", "['HE', '', 'O'] olleh"),
+        ("{% set c = cycler('a', 'b') %}{{ c.next() }}{{ c.next() }}{{ c.next() }}", "aba"),
+    ],
+)
+def test_ordinary_templates_render_as_in_plain_jinja(text: str, expected: str) -> None:
+    assert rendered(text) == expected

@@ -39,7 +39,7 @@ def cases() -> list[Case]:
     found = [_sample(name, kind, 300, filters) for name, filters in FILTERS.items() for kind in ("spread", "ties")]
     found += [_sample("all", kind, 300, FILTERS["all"]) for kind in ("banned", "not-finite")]
     found += [_sample("all-one-token", "spread", 1, FILTERS["all"])]
-    found += [_sample("all-large", "spread", 5003, FILTERS["all"]), _sample("plain-large", "spread", 5003, {})]
+    found += [_sample("all-large", "spread", 5003, FILTERS["all"], 4), _sample("plain-large", "spread", 5003, {}, 4)]
     found += [_rows_case("greedy", kind, _greedy) for kind in KINDS]
     found += [_rows_case(f"logprobs-{k}", kind, partial(_logprobs, k=k)) for k in (0, 1, 20) for kind in KINDS[:2]]
     found += [_rows_case("logprobs-beyond", "spread", partial(_logprobs, k=400))]
@@ -63,8 +63,8 @@ def _logits(rng: np.random.Generator, kind: str, num_rows: int, vocab_size: int)
 # ---- sample
 
 
-def _sample(name: str, kind: str, vocab_size: int, filters: dict[str, Any]) -> Case:
-    axes: dict[str, Any] = {"num_rows": NUM_ROWS, "vocab_size": vocab_size, "kind": kind}
+def _sample(name: str, kind: str, vocab_size: int, filters: dict[str, Any], num_rows: int = NUM_ROWS) -> Case:
+    axes: dict[str, Any] = {"num_rows": num_rows, "vocab_size": vocab_size, "kind": kind}
     return Case(
         stem="sampling",
         name=f"sample-{name}-{kind}",

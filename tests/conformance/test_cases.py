@@ -1,0 +1,65 @@
+"""Every case of every target that runs here, and what makes a case a case."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from conformance.case import Case
+from conformance.check import check, in_dtype, same_bits
+from conformance.suite import cases, rerun_command
+from engine.ops import cpu_ops
+
+OPS = cpu_ops()
+ALL = [(target, case) for target in ("golden", "cpu") for case in cases(target)]
+RUN = [(target, case) for target, case in ALL if target not in case.skip]
+
+
+def name_of(value: object) -> str:
+    return f"{value.stem}-{value.name}" if isinstance(value, Case) else str(value)
+
+
+@pytest.mark.parametrize(("target", "case"), RUN, ids=name_of)
+def test_case(target: str, case: Case) -> None:
+    result = check(case, OPS)
+    assert not result.problems, "\n".join([*result.problems, f"again: {rerun_command(target, case, seed=0)}"])
+
+
+def test_names_are_unique_and_one_word() -> None:
+    counts = Counter((target, case.stem, case.name) for target, case in ALL)
+    assert [key for key, count in counts.items() if count > 1] == []
+    assert [case.name for _, case in ALL if case.name.split() != [case.name]] == []
+
+
+def test_what_is_skipped_and_why() -> None:
+    """A list, so that no case can fall silent unseen."""
+    skipped = {f"{case.stem} {case.name}" for target, case in ALL if target in case.skip}
+    assert skipped == {
+        "embedding none",
+        "embedding one",
+        "embedding odd",
+        "embedding wide",
+        "rope padding",
+        "attention decode-no-sequence",
+        "attention decode-empty-sequence",
+    }
+    assert all(len(reason.split()) >= 5 for _, case in ALL for reason in case.skip.values())
+
+
+def test_skipped_cases_are_whole() -> None:
+    """Their inputs and references work, so that a kernel will find them ready."""
+    for target, case in ALL:
+        if target in case.skip:
+            truth = case.reference(**in_dtype(case.make_inputs(0), np.dtype(np.float64)))
+            assert all(isinstance(output, np.ndarray) for output in truth.values())
+
+
+@pytest.mark.parametrize("case", [case for target, case in ALL if case.stem != "llama"], ids=name_of)
+def test_inputs_are_a_function_of_the_seed(case: Case) -> None:
+    """Equal seeds give equal bits in arrays that share no memory."""
+    first, second = case.make_inputs(3), case.make_inputs(3)
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        if isinstance(value, np.ndarray):
+            assert same_bits(value, second[name])
+            assert not np.shares_memory(value, second[name])

@@ -4,7 +4,9 @@ python -m conformance.regenerate [NAME ...]      needs the extra "oracle" (torch
 
 Each <name>.npz holds for prompt i of golden_prompts: logits{i} [num_tokens, vocab_size] float32, and greedy{i}, the 16
 ids that greedy decoding adds (each from a fresh run without a cache; not for dynamic rope, whose table would change
-under way). manifest.json holds what made them: versions, seed, sha256 of the checkpoint and of the file.
+under way). starter.json holds, for each text of starter_prompts, the prompt's ids and greedy ids with the five best
+logprobs of each, from the starter model's GGUF file dequantized to float32. manifest.json holds what made them:
+versions, seed, sha256 of the checkpoint and of the file.
 """
 
 from __future__ import annotations
@@ -21,10 +23,14 @@ import torch
 import transformers
 
 from conformance.golden_models import GOLDEN_SEED, GOLDENS, golden_model, golden_prompts
+from conformance.starter_prompts import STARTER_PROMPTS
+from engine.checkpoint.starter import ensure_starter
 from ref.numerics import relative_error
 
 FOLDER = Path(__file__).parent / "golden"
 NUM_GREEDY = 16
+NUM_STARTER_GREEDY = 32
+STARTER_NAME = "starter"
 
 
 def oracle(checkpoint: Path, prompts: list[list[int]], greedy: bool) -> dict[str, np.ndarray[Any, Any]]:
@@ -66,14 +72,49 @@ def regenerate(name: str) -> dict[str, Any]:
     return {"seed": GOLDEN_SEED, "checkpoint_sha256": checkpoint_hash, "sha256": sha256(file)}
 
 
+def starter_oracle() -> list[dict[str, Any]]:
+    """What transformers makes of the starter model's prompts, greedily, float32."""
+    path = ensure_starter()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    entries = []
+    for name, text in STARTER_PROMPTS.items():
+        prompt_ids = tokenizer(text)["input_ids"]
+        ids, top = list(prompt_ids), []
+        with torch.no_grad():
+            while len(top) < NUM_STARTER_GREEDY:
+                logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+                best = torch.log_softmax(logits, -1).topk(5)
+                top.append([[i, round(p, 6)] for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)])
+                ids.append(int(best.indices[0]))
+                if ids[-1] == model.config.eos_token_id:
+                    break
+        entries.append({"name": name, "prompt_ids": prompt_ids, "greedy_ids": ids[len(prompt_ids) :], "top5": top})
+        print(name, len(prompt_ids), tokenizer.decode(ids[len(prompt_ids) :])[:60])
+    return entries
+
+
+def regenerate_starter() -> dict[str, Any]:
+    """Writes starter.json and returns its entry in the manifest."""
+    file = FOLDER / f"{STARTER_NAME}.json"
+    lines = ",\n".join(json.dumps(entry) for entry in starter_oracle())
+    file.write_text(f"[\n{lines}\n]\n")
+    return {"checkpoint_sha256": sha256(ensure_starter()), "sha256": sha256(file)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m conformance.regenerate", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(GOLDENS)}; default: all")
-    names = parser.parse_args().names or list(GOLDENS)
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join([*GOLDENS, STARTER_NAME])}; default: all"
+    )
+    names = parser.parse_args().names or [*GOLDENS, STARTER_NAME]
     FOLDER.mkdir(exist_ok=True)
     manifest_file = FOLDER / "manifest.json"
     manifest = json.loads(manifest_file.read_text()) if manifest_file.exists() else {"models": {}}
-    models = manifest["models"] | {name: regenerate(name) for name in names}
+    made = {name: regenerate_starter() if name == STARTER_NAME else regenerate(name) for name in names}
+    models = manifest["models"] | made
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
     manifest = {"versions": versions, "models": {name: models[name] for name in sorted(models)}}
     manifest_file.write_text(json.dumps(manifest, indent=1) + "\n")

@@ -1,0 +1,196 @@
+"""A runner without a model, for tests of everything around it. Its memory remembers what each slot's KV stands for.
+
+Instead of keys and values it stores, for every slot of the pool, the position and all the tokens up to it that a
+real model's KV would depend on. Every read is checked, so a block that is reused, shared or registered at the wrong
+moment is found at the step in which attention would have read it.
+"""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.api import SamplingParams, TokenLogprob
+from engine.batch import StepPlan, build_batch
+from engine.blocks import BlockManager, ChainHash, chain_hash
+from engine.loop import Engine, Limits
+from engine.runner import LogitsHook, PromptScores, StepResult
+from engine.scheduler import Scheduler
+
+
+def next_token(token_ids: Sequence[int], seed: int, choice: int, vocab_size: int) -> int:
+    """The fake model: a function of all tokens so far."""
+    text = np.array([seed % 1000, choice, *token_ids], np.int64).tobytes()
+    return zlib.crc32(text) % vocab_size
+
+
+def score(token_ids: Sequence[int]) -> float:
+    """The fake logprob of the last of token_ids after the others."""
+    return -1.0 - zlib.crc32(np.array(token_ids, np.int64).tobytes()) % 1000
+
+
+class FakeRope:
+    """A table of its own for each prompt length above the limit, as with dynamic scaling."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+
+    def rope_len(self, num_prompt: int) -> int:
+        return num_prompt if num_prompt > self._limit else 0
+
+
+@dataclass
+class _Slot:
+    token_ids: list[int]
+    num_prompt: int
+    seed: int
+    choice: int
+    num_computed: int | None = None  # unknown until its first step: it may begin behind a cached prefix
+
+
+class FakeSampler:
+    def __init__(self) -> None:
+        self.slots: dict[int, _Slot] = {}
+
+    def add(
+        self,
+        slot: int,
+        sampling: SamplingParams,
+        seed: int,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int] = (),
+        eos_token_ids: Sequence[int] = (),
+        choice: int = 0,
+    ) -> None:
+        assert slot not in self.slots, f"slot {slot} is still taken"
+        self.slots[slot] = _Slot([*prompt_ids, *output_ids], len(prompt_ids), seed, choice)
+
+
+class FakeRunner:
+    """Checks every plan against what it knows of each slot, and every read against what was written."""
+
+    def __init__(self, block_size: int, budget: int, vocab_size: int, rope_limit: int = 10**9) -> None:
+        self.sampler = FakeSampler()
+        self.rope = FakeRope(rope_limit)
+        self.plans: list[StepPlan] = []
+        self.fail_next = False  # the next step writes half of its KV, then raises
+        self.spoil_next = False  # the first sampling row of the next step is bad
+        self._block_size = block_size
+        self._budget = budget
+        self._vocab_size = vocab_size
+        self._memory: dict[int, tuple[int, tuple[int, ...]]] = {}  # slot of the pool → (rope_len, tokens up to it)
+        self._scores: dict[int, PromptScores] = {}
+
+    def score_prompt(self, slot: int, scores: PromptScores) -> None:
+        self._scores[slot] = scores
+
+    def release(self, slot: int) -> None:
+        self.sampler.slots.pop(slot, None)
+        self._scores.pop(slot, None)
+
+    def step(self, plan: StepPlan, logits_hook: LogitsHook | None = None) -> StepResult:
+        self.plans.append(plan)
+        self._check_plan(plan)
+        rows = list(zip(plan.slots.tolist(), plan.starts.tolist(), np.diff(plan.cu_seqlens_q).tolist(), strict=True))
+        written: set[int] = set()
+        for row, (slot, start, count) in enumerate(rows):
+            if self.fail_next and 2 * row >= len(rows):
+                break
+            written |= self._write(plan, row, slot, start, count, written)
+        if self.fail_next:
+            self.fail_next = False
+            raise MemoryError("a step on purpose")
+        for row, (slot, start, count) in enumerate(rows):
+            self._read(plan, row, slot, start + count)
+            self.sampler.slots[slot].num_computed = start + count
+        return self._results(plan, rows)
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        counts = np.diff(plan.cu_seqlens_q)
+        assert 0 < plan.num_tokens <= self._budget, "the token budget of a step"
+        assert (counts > 0).all(), "an empty row"
+        assert len(set(plan.slots.tolist())) == plan.num_seqs, "a slot twice in one step"
+        assert (counts[: plan.num_decodes] == 1).all(), "a decoding row has one token"
+        assert plan.samples[: plan.num_decodes].all(), "a decoding row samples"
+        assert (plan.num_logits >= plan.samples).all(), "a row that samples needs logits"
+        for row, slot in enumerate(plan.slots.tolist()):
+            state, start, count = self.sampler.slots[slot], int(plan.starts[row]), int(counts[row])
+            first = int(plan.cu_seqlens_q[row])
+            assert state.num_computed in (None, start), "positions go on where they ended"
+            assert plan.token_ids[first : first + count].tolist() == state.token_ids[start : start + count]
+            assert bool(plan.samples[row]) == (start + count == len(state.token_ids)), "samples at the last token only"
+            assert int(plan.rope_lens[row]) == self.rope.rope_len(state.num_prompt)
+
+    def _key(self, slot: int, rope_len: int, position: int) -> tuple[int, tuple[int, ...]]:
+        return rope_len, tuple(self.sampler.slots[slot].token_ids[: position + 1])
+
+    def _pool_slot(self, plan: StepPlan, row: int, position: int) -> int:
+        block = int(plan.block_table[row, position // self._block_size])
+        assert block >= 0, "a position without a block"
+        return block * self._block_size + position % self._block_size
+
+    def _write(self, plan: StepPlan, row: int, slot: int, start: int, count: int, written: set[int]) -> set[int]:
+        batch = build_batch(plan, self._block_size, None)
+        first = int(plan.cu_seqlens_q[row])
+        places = batch.slot_mapping[first : first + count].tolist()
+        for position, place in zip(range(start, start + count), places, strict=True):
+            assert place == self._pool_slot(plan, row, position)
+            assert place not in written, "two tokens of a step go to one slot"
+            self._memory[place] = self._key(slot, int(plan.rope_lens[row]), position)
+        assert len(set(places)) == count, "two tokens of a sequence go to one slot"
+        return set(places)
+
+    def _read(self, plan: StepPlan, row: int, slot: int, seq_len: int) -> None:
+        """What attention of this row reads must be the KV of exactly these tokens."""
+        rope_len = int(plan.rope_lens[row])
+        for position in range(seq_len):
+            place = self._pool_slot(plan, row, position)
+            found = self._memory.get(place)
+            assert found == self._key(slot, rope_len, position), f"stale KV at position {position}: {found}"
+
+    def _results(self, plan: StepPlan, rows: list[tuple[int, int, int]]) -> StepResult:
+        prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+        token_ids: list[int] = []
+        errors: dict[int, str] = {}
+        for row, (slot, start, count) in enumerate(rows):
+            state = self.sampler.slots[slot]
+            num_scores = int(plan.num_logits[row]) - int(plan.samples[row])
+            if num_scores:
+                prompt = self._scores[slot].prompt_ids.tolist()
+                assert num_scores == min(count, len(prompt) - 1 - start)
+                ends = range(start + 2, start + 2 + num_scores)
+                prompt_logprobs[slot] = [TokenLogprob(prompt[end - 1], score(prompt[:end])) for end in ends]
+            if not plan.samples[row]:
+                continue
+            if self.spoil_next:
+                self.spoil_next = False
+                errors[len(token_ids)] = "bad on purpose"
+                token_ids.append(-1)
+                continue
+            token_ids.append(next_token(state.token_ids, state.seed, state.choice, self._vocab_size))
+            state.token_ids.append(token_ids[-1])
+        return StepResult(token_ids, [None] * len(token_ids), errors, prompt_logprobs)
+
+
+def fake_engine(
+    num_blocks: int = 16,
+    block_size: int = 4,
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int = 16,
+    max_model_len: int = 64,
+    vocab_size: int = 50,
+    eos_token_ids: tuple[int, ...] = (),
+    enable_prefix_caching: bool = True,
+    hash_function: ChainHash = chain_hash,
+    rope_limit: int = 10**9,
+    max_waiting: int = 1000,
+    faults: Any = None,
+) -> tuple[Engine, FakeRunner]:
+    """The real loop, scheduler and block manager over a fake runner."""
+    blocks = BlockManager(num_blocks, block_size, enable_prefix_caching, hash_function)
+    scheduler = Scheduler(blocks, max_num_seqs, max_num_batched_tokens, max_model_len)
+    runner = FakeRunner(block_size, max_num_batched_tokens, vocab_size, rope_limit)
+    limits = Limits(vocab_size, max_model_len, 20, max_waiting, eos_token_ids)
+    return Engine(scheduler, runner, limits, 0, faults), runner  # type: ignore[arg-type]

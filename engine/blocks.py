@@ -167,7 +167,7 @@ class BlockManager:
     def _root(self, seq: Sequence) -> PrefixNode:
         """Everything besides the tokens that the KV depends on: the salt, and the rope table if it varies."""
         salt = "" if seq.request.cache_salt is None else f"salt:{seq.request.cache_salt}"
-        return PrefixNode(f"rope:{seq.rope_len} {salt}".encode(), 0)
+        return PrefixNode(f"rope:{seq.rope_len} {salt}".encode("utf-8", "surrogatepass"), 0)
 
     def _last_matchable(self, seq: Sequence) -> int:
         return (len(seq.token_ids) - 1) // self.block_size * self.block_size

@@ -117,7 +117,9 @@ TOO_LARGE = [
 @pytest.mark.parametrize("text", TOO_LARGE)
 def test_sec_03_huge_values_are_never_built(text: str) -> None:
     """SEC-03: refused before memory is taken, by the operator, the method or the filter that would build it."""
-    assert "SecurityError" in refused(text)
+    reason = refused(text)
+    assert "SecurityError" in reason
+    assert "rendered prompt" not in reason, "it was built, and only the output was refused"
 
 
 ENDLESS = [

@@ -16,8 +16,8 @@ from typing import Any
 
 from conformance.case import Case, Result
 from conformance.check import check
-from conformance.suite import NO_KERNELS, TARGETS, cases, rerun_command
-from engine.ops import cpu_ops
+from conformance.suite import NO_KERNELS, TARGETS, cases, rerun_command, target_ops
+from engine.ops import OpTable
 
 ROOT = Path(__file__).parent.parent
 SOURCES = {"cpu": ("engine/cpu", "engine/models", "engine", "ref"), "golden": ("ref/model",)}  # where a stem's file is
@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    results = [_run(args.target, case, args.seed) for case in chosen]
+    ops = target_ops(args.target)
+    results = [_run(args.target, case, ops, args.seed) for case in chosen]
     if args.json is not None:
         args.json.write_text(json.dumps(_report(args.target, results), indent=1) + "\n", encoding="utf-8")
     num_passed, num_failed, num_skipped = (
@@ -62,12 +63,12 @@ def _choose(found: Sequence[Case], stem: str | None, name: str | None) -> list[C
     return [case for case in found if stem in (None, case.stem) and name in (None, case.name)]
 
 
-def _run(target: str, case: Case, seed: int) -> Result:
+def _run(target: str, case: Case, ops: OpTable, seed: int) -> Result:
     """Runs and prints one case."""
     if target in case.skip:
         print(f"{case.stem} {case.name} - - skip({case.skip[target]})", flush=True)
         return Result(case.stem, case.name, "skip", 0.0, 0.0, (case.skip[target],))
-    result = check(case, cpu_ops(), seed)
+    result = check(case, ops, seed)
     print(f"{case.stem} {case.name} {result.error:.3g} {result.tolerance:.3g} {result.status}", flush=True)
     for problem in result.problems:
         print(f"    {problem}")

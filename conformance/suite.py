@@ -15,8 +15,10 @@ from conformance import (
     sampling,
 )
 from conformance.case import Case
+from engine.ops import OpTable, cpu_ops
 
 OPS = (embedding, linear, rmsnorm, activation, rope, attention, sampling, rope_table)  # files with cases of one stem
+CPU_THREADS = 3  # more than one, so that matrix products are shared out, and odd, so that shares differ in size
 TARGETS = ("golden", "cpu", "host", "gpu")
 NO_KERNELS = {
     "host": "there are no CUDA kernels yet, so there is nothing to build for the host; use --target cpu or golden",
@@ -35,6 +37,11 @@ def cases(target: str) -> list[Case]:
     if target == "cpu":
         return [case for op in OPS for case in op.cases()] + end_to_end.cases()
     raise ValueError(f"target {target!r} has no cases; golden and cpu have")
+
+
+def target_ops(target: str) -> OpTable:
+    """What the candidates of a target run on; those of golden are stored arrays and run on nothing."""
+    return cpu_ops(CPU_THREADS if target == "cpu" else 1)
 
 
 def rerun_command(target: str, case: Case, seed: int) -> str:

@@ -10,8 +10,8 @@ is for another order of the sums: a dot product of 64 in one run of additions er
 eight partial sums (measured).
 
 The largest error of any one element is held to WORST_FACTOR times the same bound, made from the largest error of ref.
-A root mean square over many elements is a steady number, the largest of them is luck: over 25 seeds of every case two
-programs of the same quality differ in it by up to 3.9, and 2 × 4 = 8 is twice that.
+A root mean square over many elements is a steady number, the largest of them is luck: over a dozen seeds of every case
+two programs of the same quality differ in it by up to 3.9, and 2 × 4 = 8 is twice that.
 
 The floor is FLOOR_ROUNDINGS units of roundoff. It matters where ref is exact, or nearly, by luck: a softmax over one
 key, a sum of one product. There a candidate may still round where ref does not: a scale that is folded into an operand

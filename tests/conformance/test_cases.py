@@ -7,10 +7,9 @@ import pytest
 
 from conformance.case import Case
 from conformance.check import check, in_dtype, same_bits
-from conformance.suite import cases, rerun_command
-from engine.ops import cpu_ops
+from conformance.suite import cases, rerun_command, target_ops
 
-OPS = cpu_ops()
+OPS = target_ops("cpu")
 ALL = [(target, case) for target in ("golden", "cpu") for case in cases(target)]
 RUN = [(target, case) for target, case in ALL if target not in case.skip]
 

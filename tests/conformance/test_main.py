@@ -11,7 +11,7 @@ import pytest
 
 from conformance import __main__ as command
 from conformance.case import Case
-from engine.ops import cpu_ops
+from conformance.suite import target_ops
 
 LINE = re.compile(r"\S+ \S+ (\S+ \S+ (ok|FAIL)|- - skip\(.+\))")
 
@@ -25,14 +25,14 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """rmsnorm is off by a thousandth in its third row, and raises in a case of no rows."""
-    right = cpu_ops().rmsnorm
+    ops = target_ops("cpu")
 
     def wrong(x: Any, weight: Any, eps: float) -> Any:
-        out = right(x, weight, eps)
+        out = ops.rmsnorm(x, weight, eps)
         out[2 % len(out)] *= np.float32(1.001)
         return out
 
-    monkeypatch.setattr(command, "cpu_ops", lambda: replace(cpu_ops(), rmsnorm=wrong))
+    monkeypatch.setattr(command, "target_ops", lambda target: replace(ops, rmsnorm=wrong))
 
 
 def test_passing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,19 +1,20 @@
 """A runner without a model, for tests of everything around it. Its memory remembers what each slot's KV stands for.
 
-Instead of keys and values it stores, for every slot of the pool, the position and all the tokens up to it that a
-real model's KV would depend on. Every read is checked, so a block that is reused, shared or registered at the wrong
-moment is found at the step in which attention would have read it.
+Instead of keys and values it stores, for every slot of the pool, a number made of all that a real model's KV would
+depend on: the rope table and the tokens up to this one. Every read is checked, so a block that is reused, shared or
+registered at the wrong moment is found at the step in which attention would have read it.
 """
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.api import SamplingParams, TokenLogprob
-from engine.batch import StepPlan, build_batch
+from engine.batch import StepPlan
 from engine.blocks import BlockManager, ChainHash, chain_hash
 from engine.loop import Engine, Limits
 from engine.runner import LogitsHook, PromptScores, StepResult
@@ -47,11 +48,20 @@ class _Slot:
     num_prompt: int
     seed: int
     choice: int
+    rope_len: int
     num_computed: int | None = None  # unknown until its first step: it may begin behind a cached prefix
+    keys: list[int] = field(default_factory=list)
+
+    def keys_until(self, end: int) -> NDArray[np.int64]:
+        """What the KV of each position before end depends on: rope table and all tokens up to it, as one number."""
+        for token_id in self.token_ids[len(self.keys) : end]:
+            self.keys.append(hash((self.keys[-1] if self.keys else self.rope_len, token_id)))
+        return np.array(self.keys[:end], np.int64)
 
 
 class FakeSampler:
-    def __init__(self) -> None:
+    def __init__(self, rope: FakeRope) -> None:
+        self._rope = rope
         self.slots: dict[int, _Slot] = {}
 
     def add(
@@ -65,22 +75,24 @@ class FakeSampler:
         choice: int = 0,
     ) -> None:
         assert slot not in self.slots, f"slot {slot} is still taken"
-        self.slots[slot] = _Slot([*prompt_ids, *output_ids], len(prompt_ids), seed, choice)
+        self.slots[slot] = _Slot(
+            [*prompt_ids, *output_ids], len(prompt_ids), seed, choice, self._rope.rope_len(len(prompt_ids))
+        )
 
 
 class FakeRunner:
     """Checks every plan against what it knows of each slot, and every read against what was written."""
 
-    def __init__(self, block_size: int, budget: int, vocab_size: int, rope_limit: int = 10**9) -> None:
-        self.sampler = FakeSampler()
+    def __init__(self, num_blocks: int, block_size: int, budget: int, vocab_size: int, rope_limit: int = 10**9) -> None:
         self.rope = FakeRope(rope_limit)
+        self.sampler = FakeSampler(self.rope)
         self.plans: list[StepPlan] = []
         self.fail_next = False  # the next step writes half of its KV, then raises
         self.spoil_next = False  # the first sampling row of the next step is bad
         self._block_size = block_size
         self._budget = budget
         self._vocab_size = vocab_size
-        self._memory: dict[int, tuple[int, tuple[int, ...]]] = {}  # slot of the pool → (rope_len, tokens up to it)
+        self._memory = np.zeros(num_blocks * block_size, np.int64)  # key of what was written to each slot of the pool
         self._scores: dict[int, PromptScores] = {}
 
     def score_prompt(self, slot: int, scores: PromptScores) -> None:
@@ -98,7 +110,7 @@ class FakeRunner:
         for row, (slot, start, count) in enumerate(rows):
             if self.fail_next and 2 * row >= len(rows):
                 break
-            written |= self._write(plan, row, slot, start, count, written)
+            self._write(plan, row, slot, start, count, written)
         if self.fail_next:
             self.fail_next = False
             raise MemoryError("a step on purpose")
@@ -121,34 +133,27 @@ class FakeRunner:
             assert state.num_computed in (None, start), "positions go on where they ended"
             assert plan.token_ids[first : first + count].tolist() == state.token_ids[start : start + count]
             assert bool(plan.samples[row]) == (start + count == len(state.token_ids)), "samples at the last token only"
-            assert int(plan.rope_lens[row]) == self.rope.rope_len(state.num_prompt)
+            assert int(plan.rope_lens[row]) == state.rope_len
 
-    def _key(self, slot: int, rope_len: int, position: int) -> tuple[int, tuple[int, ...]]:
-        return rope_len, tuple(self.sampler.slots[slot].token_ids[: position + 1])
+    def _places(self, plan: StepPlan, row: int, end: int) -> NDArray[np.int32]:
+        """Slots of the pool of the positions before end."""
+        positions = np.arange(end)
+        blocks = plan.block_table[row, positions // self._block_size]
+        assert (blocks >= 0).all(), "a position without a block"
+        return blocks * self._block_size + positions % self._block_size
 
-    def _pool_slot(self, plan: StepPlan, row: int, position: int) -> int:
-        block = int(plan.block_table[row, position // self._block_size])
-        assert block >= 0, "a position without a block"
-        return block * self._block_size + position % self._block_size
-
-    def _write(self, plan: StepPlan, row: int, slot: int, start: int, count: int, written: set[int]) -> set[int]:
-        batch = build_batch(plan, self._block_size, None)
-        first = int(plan.cu_seqlens_q[row])
-        places = batch.slot_mapping[first : first + count].tolist()
-        for position, place in zip(range(start, start + count), places, strict=True):
-            assert place == self._pool_slot(plan, row, position)
-            assert place not in written, "two tokens of a step go to one slot"
-            self._memory[place] = self._key(slot, int(plan.rope_lens[row]), position)
-        assert len(set(places)) == count, "two tokens of a sequence go to one slot"
-        return set(places)
+    def _write(self, plan: StepPlan, row: int, slot: int, start: int, count: int, written: set[int]) -> None:
+        places = self._places(plan, row, start + count)[start:]
+        assert len(set(places.tolist())) == count, "two tokens of a sequence go to one slot"
+        assert not written & set(places.tolist()), "two sequences of a step write to one slot"
+        written.update(places.tolist())
+        self._memory[places] = self.sampler.slots[slot].keys_until(start + count)[start:]
 
     def _read(self, plan: StepPlan, row: int, slot: int, seq_len: int) -> None:
         """What attention of this row reads must be the KV of exactly these tokens."""
-        rope_len = int(plan.rope_lens[row])
-        for position in range(seq_len):
-            place = self._pool_slot(plan, row, position)
-            found = self._memory.get(place)
-            assert found == self._key(slot, rope_len, position), f"stale KV at position {position}: {found}"
+        found = self._memory[self._places(plan, row, seq_len)]
+        stale = np.flatnonzero(found != self.sampler.slots[slot].keys_until(seq_len))
+        assert not len(stale), f"stale KV at positions {stale}"
 
     def _results(self, plan: StepPlan, rows: list[tuple[int, int, int]]) -> StepResult:
         prompt_logprobs: dict[int, list[TokenLogprob]] = {}
@@ -191,6 +196,6 @@ def fake_engine(
     """The real loop, scheduler and block manager over a fake runner."""
     blocks = BlockManager(num_blocks, block_size, enable_prefix_caching, hash_function)
     scheduler = Scheduler(blocks, max_num_seqs, max_num_batched_tokens, max_model_len)
-    runner = FakeRunner(block_size, max_num_batched_tokens, vocab_size, rope_limit)
+    runner = FakeRunner(num_blocks, block_size, max_num_batched_tokens, vocab_size, rope_limit)
     limits = Limits(vocab_size, max_model_len, 20, max_waiting, eos_token_ids)
     return Engine(scheduler, runner, limits, 0, faults), runner  # type: ignore[arg-type]

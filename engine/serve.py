@@ -44,8 +44,8 @@ IDLE_S = 0.5  # how long an idle loop sleeps before it looks at signals again
 LINGER_S = 1.0  # after the engine died: /health says so meanwhile
 
 
-class StopSignal(Exception):
-    """SIGTERM or SIGINT arrived before the engine was ready."""
+class StopSignal(BaseException):
+    """SIGTERM or SIGINT arrived before the engine was ready. No Exception: nothing on its way may swallow it."""
 
 
 class Service:

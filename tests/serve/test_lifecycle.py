@@ -59,11 +59,13 @@ def is_gone(process: psutil.Process) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_shd_01_streams_are_drained(model: Path, number: int) -> None:
     """Short streams finish whole, endless ones end with an error event, new requests get 503, exit code 0."""
-    with running(model, "--shutdown-grace-s", "2") as server:
+    with running(model, "--shutdown-grace-s", "3") as server:
         http = server.http_process
         endless = [Stream(server.url, 16000) for _ in range(2)]
-        short = [Stream(server.url, 60) for _ in range(2)]
-        assert until(lambda: server.metrics()["num_requests_running"] == 4)
+        assert until(lambda: server.metrics()["num_requests_running"] == 2)
+        prompt_tokens = server.metrics()["prompt_tokens_total"]
+        short = [Stream(server.url, 100) for _ in range(2)]
+        assert until(lambda: server.metrics()["prompt_tokens_total"] == 2 * prompt_tokens)  # the short ones have begun
         server.process.send_signal(number)
         assert until(lambda: httpx.get(f"{server.url}/health").status_code == 503, 2)
         refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "hi"})

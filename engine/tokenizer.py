@@ -84,7 +84,8 @@ class Tokenizer:
                 "send whole characters",
                 param,
             ) from None
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # The batch call lets other Python threads run meanwhile; encode() would stop them all for a long text.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         bos = self.bos_token_id
         if add_special_tokens and bos is not None and ids[:2] == [bos, bos]:
             if not self._warned_bos:

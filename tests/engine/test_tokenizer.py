@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -241,6 +243,18 @@ def test_a_long_run_of_one_character(tmp_path: Path) -> None:
         tokenizer = _loaded(tmp_path, backend)
         text = "x" * 200_000
         assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+    """SEC-06: the event loop must not stand still; with the interpreter held it would get one turn or two."""
+    tokenizer = _loaded(tmp_path, byte_level_tokenizer())
+    thread = threading.Thread(target=tokenizer.encode, args=("hello the cat " * 100_000,))
+    thread.start()
+    num_turns = 0
+    while thread.is_alive():
+        time.sleep(0.0005)
+        num_turns += 1
+    assert num_turns >= 10
 
 
 def test_gguf_byte_level() -> None:

@@ -76,6 +76,7 @@ class EngineConfig:
     max_model_len: int | None = None  # None: the checkpoint's own limit
     block_size: int = 16
     num_gpu_blocks_override: int | None = None  # the KV pool in blocks; None: sized from memory
+    gpu_memory_utilization: float = 0.9  # share of a GPU's memory; means nothing on a CPU
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512  # the token budget of a step
     max_waiting: int = 2048  # requests in the queue before 429
@@ -109,6 +110,9 @@ class EngineConfig:
             found.append(("host", "is empty; use 127.0.0.1 for this machine only, 0.0.0.0 for all interfaces"))
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             found.append(("root_path", f"is {self.root_path!r}; it must begin with / and not end with it"))
+        share = self.gpu_memory_utilization
+        if not isinstance(share, int | float) or not 0 < share <= 1:
+            found.append(("gpu_memory_utilization", f"is {share!r}; it must be a share above 0 and at most 1"))
         grace = self.shutdown_grace_s
         if not isinstance(grace, int | float) or not math.isfinite(grace) or grace < 0:
             found.append(("shutdown_grace_s", f"is {grace!r}; it must be a number of seconds, 0 or more"))

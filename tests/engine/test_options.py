@@ -55,6 +55,7 @@ def test_spellings_are_unique_and_none_is_called_lacking() -> None:
         ("--device cpu --dtype float32 --load-format dummy --seed 7", {"device": "cpu", "dtype": "float32"}),
         ("-tp 1 -pp 1 --kv-cache-dtype auto --dual-stream off --allreduce auto", {}),
         ("--tensor-parallel 1 --pipeline-parallel=1 --reserve-memory-mb 0 --enable-chunked-prefill", {}),
+        ("--gpu-memory-utilization 0.5", {"gpu_memory_utilization": 0.5}),
         ("--root-path /api --chat-template t.jinja --max-logprobs 0", {"root_path": "/api", "max_logprobs": 0}),
     ],
 )
@@ -85,7 +86,7 @@ def test_accepted(argv: str, expected: dict[str, Any]) -> None:
         ("--pipeline-parallel 4", "--pipeline-parallel-size 4 is not served yet"),
         ("--kv-cache-dtype fp8_e4m3", "--kv-cache-dtype fp8_e4m3 is not served yet"),
         ("--kv-cache-dtype int8", "--kv-cache-dtype int8 is not served yet"),
-        ("--gpu-memory-utilization 0.9", "on a CPU set the KV cache by --num-gpu-blocks-override"),
+        ("--gpu-memory-utilization 1.5", "must be a share above 0 and at most 1"),
         ("--reserve-memory-mb 100", "--reserve-memory-mb 100 is not served yet"),
         ("--split 1,2", "--split 1,2 is not served yet"),
         ("--allreduce nccl+int8", "--allreduce nccl+int8 is not served yet"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 
 from conformance.case import Case, Inputs, Kept, Outputs, Result
 from conformance.compare import Comparison, compare
@@ -26,7 +27,12 @@ DISTURBANCES = 2  # how many different changes of other rows are tried
 
 
 def check(case: Case, ops: OpTable, seed: int = 0) -> Result:
-    """The verdict on one case."""
+    """The verdict on one case. BLAS has one thread, as in the engine; more may be in the op table."""
+    with threadpool_limits(1, user_api="blas"):
+        return _check(case, ops, seed)
+
+
+def _check(case: Case, ops: OpTable, seed: int) -> Result:
     truth = case.reference(**in_dtype(case.make_inputs(seed), np.dtype(np.float64)))
     yardstick = _yardstick(case, seed)
     try:

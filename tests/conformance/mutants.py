@@ -11,7 +11,7 @@ class Mutant:
     fault: str  # what is wrong with it, in words
     old: str
     new: str
-    ops: tuple[str, ...]  # functions of the op table that have the fault
+    ops: tuple[str, ...]  # functions of the op table that have it; for sampling, which is one entry, its functions
 
 
 def mutants(stem: str, *faults: tuple[str, str, str, str]) -> list[Mutant]:
@@ -203,51 +203,51 @@ LINEAR = mutants(
 SAMPLING = mutants(
     "sampling",
     (
-        "sampling",
+        "greedy",
         "last among equals",
         "np.argmax(logits, axis=-1)",
         "logits.shape[-1] - 1 - np.argmax(logits[:, ::-1], axis=-1)",
     ),
     (
-        "sampling",
+        "sample",
         "top_k one too many",
         "_best_positions(row, int(top_k))",
         "_best_positions(row, min(int(top_k) + 1, len(row)))",
     ),
-    ("sampling", "nucleus one too short", "num_kept = 1 + int(", "num_kept = 1 * int("),
+    ("sample", "nucleus one too short", "num_kept = 1 + int(", "num_kept = 1 * int("),
     (
-        "sampling",
+        "sample",
         "higher ids first among equals",
         "np.flatnonzero(row == lowest)[: k - len(above)]",
         "np.flatnonzero(row == lowest)[::-1][: k - len(above)]",
     ),
-    ("sampling", "nucleus looks at too little", "0.5 * (1.0 - top_p)", "5 * (1.0 - top_p)"),
-    ("sampling", "min_p ignored", "if min_p > 0.0:", "if min_p > 1.0:"),
-    ("sampling", "greedy rows drawn", "temperature >= GREEDY_TEMPERATURE", "temperature > 0"),
-    ("sampling", "temperature ignored", "heat = np.float32(temperature)", "heat = np.float32(1)"),
-    ("sampling", "uniform mirrored", "target = uniform * block_ends[-1]", "target = (1 - uniform) * block_ends[-1]"),
-    ("sampling", "first block forgotten", "before = block_ends[block - 1] if block > 0 else 0.0", "before = 0.0"),
-    ("sampling", "presence counts the prompt", "(output_counts > 0)", "(output_counts >= 0)"),
+    ("sample", "nucleus looks at too little", "0.5 * (1.0 - top_p)", "5 * (1.0 - top_p)"),
+    ("sample", "min_p ignored", "if min_p > 0.0:", "if min_p > 1.0:"),
+    ("sample", "greedy rows drawn", "temperature >= GREEDY_TEMPERATURE", "temperature > 0"),
+    ("sample", "temperature ignored", "heat = np.float32(temperature)", "heat = np.float32(1)"),
+    ("sample", "uniform mirrored", "target = uniform * block_ends[-1]", "target = (1 - uniform) * block_ends[-1]"),
+    ("sample", "first block forgotten", "before = block_ends[block - 1] if block > 0 else 0.0", "before = 0.0"),
+    ("penalties", "presence counts the prompt", "(output_counts > 0)", "(output_counts >= 0)"),
     (
-        "sampling",
+        "penalties",
         "repetition turned around",
         "seen > 0, seen / repetition_penalty",
         "seen < 0, seen / repetition_penalty",
     ),
     (
-        "sampling",
+        "logprobs",
         "logprobs without their sum",
         "own[i] = row[token_ids[i]] - best - log_total",
         "own[i] = row[token_ids[i]] - best",
     ),
     (
-        "sampling",
+        "logprobs",
         "best ids in order of id",
         'top_ids[i] = ids[np.argsort(-row[ids], kind="stable")]',
         "top_ids[i] = ids",
     ),
     (
-        "sampling",
+        "logprobs",
         "sums in half precision",
         ".sum(dtype=np.float64))\n        own",
         ".astype(np.float16).sum(dtype=np.float16))\n        own",

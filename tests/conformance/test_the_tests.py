@@ -75,7 +75,7 @@ def cases_of(stem: str, prefix: str = "") -> list[Case]:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.stem}: {mutant.fault} ({mutant.ops[0]})")
 def test_a_planted_fault_is_caught(mutant: Mutant) -> None:
-    prefix = mutant.ops[0].removeprefix("attention_") if mutant.stem == "attention" else ""
+    prefix = mutant.ops[0].removeprefix("attention_") if mutant.stem in ("attention", "sampling") else ""
     stem = "linear" if mutant.stem == "team" else mutant.stem
     assert caught(cases_of(stem, prefix), table_of(mutant)) is not None
 

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _wait_until_ready(process: subprocess.Popen[str]) -> str:
     assert process.stderr is not None
     for line in process.stderr:
-        found = re.search(r"ready after .*?: (http://\S+) serves", line)
+        found = re.search(r"ready after .*?: (http:\S+) serves", line)
         if found:
             return found.group(1)
     raise EngineDeadError("the server ended before it was ready")

@@ -39,7 +39,7 @@ class Server:
         with self.process.stderr as stream:
             for line in stream:
                 self.lines.append(line)
-                found = re.search(r"ready after .*?: (http://\S+) serves", line)
+                found = re.search(r"ready after .*?: (http:\S+) serves", line)
                 if found:
                     self.url = found.group(1)
                     self._ready.set()

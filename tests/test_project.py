@@ -101,20 +101,6 @@ def test_default_install_pulls_no_gpu_mpi_or_torch_package() -> None:
     assert [name for name in sorted(seen) if EXTRA_ONLY.fullmatch(name)] == []
 
 
-def test_importing_everything_loads_no_gpu_mpi_or_torch_package() -> None:
-    modules = [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for folder in RUNTIME
-        for path in (ROOT / folder).rglob("*.py")
-        if path.name not in ("__init__.py", "__main__.py")
-    ]
-    code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\nprint(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code, *modules], cwd=ROOT, capture_output=True, text=True, check=True)
-    loaded = {name.partition(".")[0] for name in done.stdout.split()}
-    assert {"engine", "numpy"} <= loaded
-    assert [name for name in sorted(loaded) if EXTRA_ONLY.fullmatch(name)] == []
-
-
 def check_imports(folders: tuple[str, ...], declared: set[str], allowed: set[str]) -> None:
     """Each declared distribution is imported below the folders, and each import is of an allowed one."""
     owners = importlib.metadata.packages_distributions()
@@ -140,18 +126,6 @@ def test_test_dependencies_are_those_that_tests_import() -> None:
     dependencies = distributions(pyproject()["project"]["dependencies"])
     assert tests & dependencies == set(), "in both lists"
     check_imports(("tests", "conformance"), tests - TOOLS, tests | dependencies | {"torch", "transformers"})
-
-
-def test_layers_that_may_import_little() -> None:
-    """ref: NumPy, ml_dtypes and the standard library; server: of the engine only api and errors."""
-    outside = {name: path for name, path in imported("ref").items() if name not in sys.stdlib_module_names}
-    assert outside.pop("tokenizers", "ref/__main__.py") == "ref/__main__.py"  # for --prompt, where it is there
-    assert outside.keys() <= {"ref", "numpy", "ml_dtypes"}
-    lines = [line for path in (ROOT / "server").glob("*.py") for line in path.read_text().splitlines()]
-    engine = {match[1] for line in lines if (match := re.match(r"\s*(?:from|import) (engine[\w.]*)", line))}
-    assert engine == {"engine.api", "engine.errors"}
-    others = {match[1] for line in lines if (match := re.match(r"\s*(?:from|import) (ref|conformance)\b", line))}
-    assert others == set()
 
 
 def test_extras_are_those_that_the_makefile_and_readme_name() -> None:

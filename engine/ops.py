@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from engine.cpu import activation, attention, linear, rmsnorm, rope, sampling
 from engine.cpu.team import Team
@@ -17,6 +17,30 @@ from engine.weights import LinearWeight
 from ref import embedding
 
 Array = Any
+
+
+class SamplingOps(Protocol):
+    """The part of the op table that the sampler uses, on logits [num_rows, vocab] float32 or rows of them."""
+
+    def uniform(self, seed: Array, position: Array, stream: Array) -> Array: ...
+
+    def greedy(self, logits: Array) -> Array: ...
+
+    def sample(
+        self, logits: Array, temperature: Array, top_k: Array, top_p: Array, min_p: Array, uniforms: Array
+    ) -> Array: ...
+
+    def apply_penalties(
+        self,
+        logits: Array,
+        seen_ids: Array,
+        output_counts: Array,
+        repetition_penalty: float,
+        presence_penalty: float,
+        frequency_penalty: float,
+    ) -> None: ...
+
+    def token_logprobs(self, logits: Array, token_ids: Array, k: int) -> tuple[Array, Array, Array]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +56,7 @@ class OpTable:
     attention_prefill: Callable[..., Array]  # (…, block_table, cu_seqlens_q, seq_lens, sm_scale, window)
     gate_up_act: Callable[[Array], Array]  # (gate_up)
     prepare: Callable[[LinearWeight], LinearWeight]  # a loaded weight → the layout that linear wants
-    sampling: Any  # see engine.sampler.SamplingOps
+    sampling: SamplingOps
 
 
 def cpu_ops(num_threads: int = 1) -> OpTable:

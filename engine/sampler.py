@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.api import MIN_TEMPERATURE, SamplingParams, TokenLogprob
 from engine.errors import RequestFailedError
+from engine.ops import SamplingOps
 
 Float32 = NDArray[np.float32]
 Int32 = NDArray[np.int32]
@@ -29,32 +29,6 @@ _NOT_FINITE = "the model gave logits that are NaN or infinite"
 _NOTHING_LEFT = "logit_bias, allowed_token_ids, bad_words, min_tokens and penalties leave no token to sample"
 
 _DRAWS, _EDITS, _LOGPROBS = 1, 2, 4  # what a slot needs beyond an argmax, as bits
-
-
-class SamplingOps(Protocol):
-    """The part of the op table that the sampler uses; engine.cpu.sampling has it for a CPU."""
-
-    def uniform(self, seed: NDArray[np.uint64], position: Int64, stream: Int64) -> Float32: ...
-
-    def greedy(self, logits: Float32) -> Int32: ...
-
-    def sample(
-        self, logits: Float32, temperature: Float64, top_k: Int64, top_p: Float64, min_p: Float64, uniforms: Float32
-    ) -> Int32: ...
-
-    def apply_penalties(
-        self,
-        logits: Float32,
-        seen_ids: Int64,
-        output_counts: Int64,
-        repetition_penalty: float,
-        presence_penalty: float,
-        frequency_penalty: float,
-    ) -> None: ...
-
-    def token_logprobs(
-        self, logits: Sequence[Float32] | Float32, token_ids: Int32, k: int
-    ) -> tuple[Float32, Int64, Float32]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,14 @@ class LinearWeight:
 
 
 @dataclass(frozen=True, slots=True)
+class Norm:
+    """RMSNorm of [num_tokens, hidden_size]."""
+
+    weight: Array  # [hidden_size]
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
     """A loaded checkpoint by dest names."""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.models.model import Norm
 from engine.ops import OpTable
+from engine.weights import Norm
 
 Array = Any
 

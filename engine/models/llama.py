@@ -8,9 +8,9 @@ from typing import Any
 from engine.batch import ForwardBatch
 from engine.config import ModelConfig
 from engine.kv_cache import CacheSpec, KVCache
-from engine.models.model import Model, Norm, Piece
+from engine.models.model import Model, Piece
 from engine.ops import OpTable
-from engine.weights import ArraySpec, LinearSpec, WeightMap, Weights
+from engine.weights import ArraySpec, LinearSpec, Norm, WeightMap, Weights
 
 Array = Any
 

@@ -9,16 +9,9 @@ from typing import Any
 from engine.batch import ForwardBatch
 from engine.config import ModelConfig
 from engine.kv_cache import CacheSpec, KVCache
+from engine.weights import Norm
 
 Array = Any
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """RMSNorm of [num_tokens, hidden_size]."""
-
-    weight: Array  # [hidden_size]
-    eps: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,10 +109,10 @@ def test_sam_09_penalties_in_a_batch_in_chunks_and_after_preemption(small_vocab_
     middle = request("middle", prompt, max_tokens=16, **PENALTIES[name])
     long, short = (
         request("long", ids(3000, vocab_size=40), max_tokens=2),
-        request("short", ids(1, vocab_size=40), max_tokens=16),
+        short,
     )
     outputs = run(tiny_engine(folder, **limits), short, middle, long)
-    plain = run(tiny_engine(folder, **limits), request("short", ids(1, vocab_size=40), max_tokens=16))
+    plain = run(tiny_engine(folder, **limits), short)
     assert_equal(plain["short"], outputs["short"])
 
     text = prompt + outputs["middle"].token_ids

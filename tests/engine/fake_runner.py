@@ -134,6 +134,8 @@ class FakeRunner:
             assert plan.token_ids[first : first + count].tolist() == state.token_ids[start : start + count]
             assert bool(plan.samples[row]) == (start + count == len(state.token_ids)), "samples at the last token only"
             assert int(plan.rope_lens[row]) == state.rope_len
+            num_blocks = -(-len(state.token_ids) // self._block_size)
+            assert (plan.block_table[row, num_blocks:] == -1).all(), "blocks of somebody who was here before"
 
     def _places(self, plan: StepPlan, row: int, end: int) -> NDArray[np.int32]:
         """Slots of the pool of the positions before end."""

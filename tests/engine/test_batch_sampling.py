@@ -107,10 +107,7 @@ def test_sam_09_penalties_in_a_batch_in_chunks_and_after_preemption(small_vocab_
     folder, prompt = small_vocab_folder, [17, 4, 17, 4, 17, 4, 17]
     limits = {"max_model_len": 3100, "num_gpu_blocks_override": 220, "block_size": 16, "max_num_batched_tokens": 1024}
     middle = request("middle", prompt, max_tokens=16, **PENALTIES[name])
-    long, short = (
-        request("long", ids(3000, vocab_size=40), max_tokens=2),
-        short,
-    )
+    long, short = request("long", ids(3000, vocab_size=40), max_tokens=2), request("short", [9], max_tokens=16)
     outputs = run(tiny_engine(folder, **limits), short, middle, long)
     plain = run(tiny_engine(folder, **limits), short)
     assert_equal(plain["short"], outputs["short"])

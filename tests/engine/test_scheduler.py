@@ -133,6 +133,17 @@ def test_when_blocks_run_out_the_youngest_waits_and_is_computed_again() -> None:
         assert outputs[one.request_id].num_events == 6
 
 
+def test_what_is_preempted_goes_before_what_has_not_run_yet() -> None:
+    engine, _ = fake_engine(num_blocks=9, block_size=2, enable_prefix_caching=False, max_num_seqs=2)
+    for number in range(4):
+        engine.add(request(str(number), 3, first=number, max_tokens=12))
+    while engine.stats().preemptions == 0:
+        engine.step()
+    assert [seq.request.request_id for seq in engine.scheduler.waiting] == ["1", "2", "3"]
+    engine.scheduler.preempt(engine.scheduler.running[0])
+    assert [seq.request.request_id for seq in engine.scheduler.waiting] == ["0", "1", "2", "3"]
+
+
 def test_a_preempted_sequence_finds_its_own_blocks_in_the_prefix_cache() -> None:
     engine, runner = fake_engine(num_blocks=20)
     one = request("a", 9, max_tokens=4)

@@ -244,6 +244,7 @@ class Engine:
             if not seq.reported:
                 seq.reported = True
                 event.prompt_logprobs = None if seq.prompt_logprobs is None else tuple(seq.prompt_logprobs)
+                seq.prompt_logprobs = None  # a long prompt's take megabytes
             events.append(event)
             if finish is not None:
                 self._end(seq)

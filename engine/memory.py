@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.config import EngineConfig
-from engine.cpu.attention import QUERY_TILE
+from engine.cpu.attention import DECODE_TILE, QUERY_TILE
 from engine.errors import ConfigError
 from engine.models.model import Model
 from engine.runner import PROMPT_LOGPROB_ROWS
@@ -74,7 +74,14 @@ def _workspace(config: EngineConfig, model: Model, max_model_len: int) -> int:
     rows = config.max_num_batched_tokens
     qkv = (geometry.n_heads + 2 * geometry.n_kv_heads) * geometry.head_dim
     layer = rows * (2 * qkv + 3 * geometry.intermediate_size + 4 * geometry.hidden_size)
-    keys = 2 * max_model_len * geometry.n_kv_heads * geometry.head_dim  # one sequence gathered
-    scores = 2 * QUERY_TILE * (geometry.n_heads // geometry.n_kv_heads) * max_model_len
+    whole = -(-max_model_len // config.block_size) * config.block_size  # in whole blocks
+    gathered = min(
+        max(DECODE_TILE, whole), config.max_num_seqs * whole
+    )  # tokens held at once
+    keys = 2 * gathered * geometry.n_kv_heads * geometry.head_dim
+    scores = 2 * max(
+        gathered * geometry.n_heads,  # of decoding
+        QUERY_TILE * (geometry.n_heads // geometry.n_kv_heads) * whole,  # of a prompt
+    )
     logits = 3 * max(PROMPT_LOGPROB_ROWS, config.max_num_seqs) * geometry.vocab_size
     return FLOAT32 * (layer + max(keys + scores, logits))

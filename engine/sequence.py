@@ -51,7 +51,7 @@ class Sequence:
     num_overtaken: int = 0  # younger sequences admitted while this one waited for blocks
     num_preemptions: int = 0
     first_sibling: Sequence | None = None  # choice 0, whose prompt blocks the other choices share
-    prompt_logprobs: list[TokenLogprob | None] | None = None  # grows chunk by chunk; None if not asked for
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # grows chunk by chunk, None once reported
     suspect: bool = False  # was in a step that raised; runs alone next, so that only the culprit fails
     reported: bool = False  # an event has been emitted
 
@@ -71,5 +71,5 @@ class Sequence:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """True until every prompt position has its entry; such a prefill reads nothing from the prefix cache."""
-        asked = self.request.sampling.prompt_logprobs is not None
+        asked = self.request.sampling.prompt_logprobs is not None and not self.reported
         return asked and len(self.prompt_logprobs or ()) < self.num_prompt

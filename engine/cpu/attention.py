@@ -9,6 +9,7 @@ Float32 = NDArray[np.float32]
 Int32 = NDArray[np.int32]
 
 QUERY_TILE = 128  # rows of scores held at once: bounds memory at QUERY_TILE · n_heads/n_kv_heads · seq_len floats
+DECODE_TILE = 32768  # tokens whose keys and values are gathered at once; a sequence that is longer is a tile of its own
 
 
 def attention_decode(
@@ -23,16 +24,25 @@ def attention_decode(
     """One query a sequence over its paged keys, [num_seqs, n_heads, head_dim] → the same shape.
 
     Sequences are padded to the longest of a group; groups are formed by powers of two of the length, so padding
-    at most doubles the work.
+    at most doubles the work, and cut into tiles, as many sequences may share the blocks of one long prompt.
     """
     bucket = np.frexp(seq_lens.astype(np.float64))[1]
-    if bucket.min() == bucket.max():
+    block_size = k_cache.shape[1]
+    if bucket.min() == bucket.max() and len(seq_lens) * _padded(seq_lens, block_size) <= DECODE_TILE:
         return _decode_group(q, k_cache, v_cache, block_table, seq_lens, sm_scale, window)
     out = np.empty_like(q)
     for size in np.unique(bucket):
-        rows = np.flatnonzero(bucket == size)
-        out[rows] = _decode_group(q[rows], k_cache, v_cache, block_table[rows], seq_lens[rows], sm_scale, window)
+        group = np.flatnonzero(bucket == size)
+        num_rows = max(1, DECODE_TILE // _padded(seq_lens[group], block_size))
+        for start in range(0, len(group), num_rows):
+            rows = group[start : start + num_rows]
+            out[rows] = _decode_group(q[rows], k_cache, v_cache, block_table[rows], seq_lens[rows], sm_scale, window)
     return out
+
+
+def _padded(seq_lens: Int32, block_size: int) -> int:
+    """Tokens that are gathered for each sequence of a group: the longest, in whole blocks."""
+    return -(-int(seq_lens.max()) // block_size) * block_size
 
 
 def _decode_group(

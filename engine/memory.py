@@ -75,9 +75,7 @@ def _workspace(config: EngineConfig, model: Model, max_model_len: int) -> int:
     qkv = (geometry.n_heads + 2 * geometry.n_kv_heads) * geometry.head_dim
     layer = rows * (2 * qkv + 3 * geometry.intermediate_size + 4 * geometry.hidden_size)
     whole = -(-max_model_len // config.block_size) * config.block_size  # in whole blocks
-    gathered = min(
-        max(DECODE_TILE, whole), config.max_num_seqs * whole
-    )  # tokens held at once
+    gathered = min(max(DECODE_TILE, whole), config.max_num_seqs * whole)  # tokens held at once
     keys = 2 * gathered * geometry.n_kv_heads * geometry.head_dim
     scores = 2 * max(
         gathered * geometry.n_heads,  # of decoding

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.sequence import PrefixNode, Sequence
+from engine.sequence import BlockKey, PrefixNode, Sequence
 
 ChainHash = Callable[[bytes, bytes], bytes]
 
@@ -80,9 +80,8 @@ class BlockManager:
             return []
         found: list[int] = []
         parent = self._root(seq)
-        for start in range(0, self._last_matchable(seq), self.block_size):
-            content = self._content(seq, start)
-            block = self._find(parent, content)
+        for position in range((len(seq.token_ids) - 1) // self.block_size):
+            block = self._find(parent, self._key(seq, position))
             if block is None:
                 break
             found.append(block)
@@ -127,11 +126,9 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         num_full = seq.num_computed // self.block_size
-        while len(seq.prefix) < num_full:
-            position = len(seq.prefix)
+        for position in range(len(seq.prefix), num_full):
             parent = seq.prefix[-1] if seq.prefix else self._root(seq)
-            content = self._content(seq, position * self.block_size)
-            seq.prefix.append(self._register(seq.block_ids[position], parent, content))
+            seq.prefix.append(self._register(seq.block_ids[position], parent, self._key(seq, position)))
 
     # ---- release
 
@@ -169,29 +166,33 @@ class BlockManager:
         salt = "" if seq.request.cache_salt is None else f"salt:{seq.request.cache_salt}"
         return PrefixNode(f"rope:{seq.rope_len} {salt}".encode("utf-8", "surrogatepass"), 0)
 
-    def _last_matchable(self, seq: Sequence) -> int:
-        return (len(seq.token_ids) - 1) // self.block_size * self.block_size
+    def _key(self, seq: Sequence, position: int) -> BlockKey:
+        """Key of a full block of seq. Each is made once, as a sequence that waits is looked up at every step."""
+        keys = seq.block_keys
+        while len(keys) <= position:
+            start = len(keys) * self.block_size
+            content = np.array(seq.token_ids[start : start + self.block_size], np.int32).tobytes()
+            digest = keys[-1].digest if keys else self._root(seq).digest
+            keys.append(BlockKey(self._hash(digest, content), content))
+        return keys[position]
 
-    def _content(self, seq: Sequence, start: int) -> bytes:
-        return np.array(seq.token_ids[start : start + self.block_size], np.int32).tobytes()
-
-    def _find(self, parent: PrefixNode, content: bytes) -> int | None:
-        block = self._by_digest.get(self._hash(parent.digest, content))
+    def _find(self, parent: PrefixNode, key: BlockKey) -> int | None:
+        block = self._by_digest.get(key.digest)
         if block is None:
             return None
         cached = self._cached[block]
-        return block if (cached.parent_serial, cached.content) == self._identity(parent, content) else None
+        return block if (cached.parent_serial, cached.content) == self._identity(parent, key.content) else None
 
-    def _register(self, block: int, parent: PrefixNode, content: bytes) -> PrefixNode:
+    def _register(self, block: int, parent: PrefixNode, key: BlockKey) -> PrefixNode:
         """Makes block findable, unless an equal one already is: then seq goes on from that one's identity."""
-        twin = self._find(parent, content)
+        twin = self._find(parent, key)
         if twin is not None:
             return self._cached[twin].node
-        node = PrefixNode(self._hash(parent.digest, content), self._next_serial)
+        node = PrefixNode(key.digest, self._next_serial)
         self._next_serial += 1
         if node.digest in self._by_digest:  # a stale or colliding entry: the newer one is the more useful
             self._unregister(self._by_digest[node.digest])
-        self._cached[block] = CachedBlock(node, *self._identity(parent, content))
+        self._cached[block] = CachedBlock(node, *self._identity(parent, key.content))
         self._by_digest[node.digest] = block
         return node
 

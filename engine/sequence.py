@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from engine.api import GenerationRequest, TokenLogprob
 
@@ -23,6 +24,13 @@ class PrefixNode:
 
     digest: bytes
     serial: int
+
+
+class BlockKey(NamedTuple):
+    """By what a full block is looked up: a digest of it and all blocks before it, and its own ids (see blocks)."""
+
+    digest: bytes
+    content: bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +53,7 @@ class Sequence:
     num_computed: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     block_ids: list[int] = field(default_factory=list)
+    block_keys: list[BlockKey] = field(default_factory=list)  # of leading full blocks, as far as they were asked for
     prefix: list[PrefixNode] = field(default_factory=list)  # of the leading blocks that are full and computed
     state: SequenceState = SequenceState.WAITING
     slot: int = -1

@@ -218,6 +218,31 @@ def test_pfx_03_the_chain_hash_covers_parent_and_content_and_no_process_state() 
         assert run.stdout.strip() == chain_hash(b"a", b"b").hex()
 
 
+def test_a_block_is_hashed_once_however_often_its_sequence_is_looked_up() -> None:
+    """A sequence that waits is looked up at every step, and a long prompt has hundreds of blocks."""
+    calls = []
+
+    def counted(parent: bytes, content: bytes) -> bytes:
+        calls.append(content)
+        return chain_hash(parent, content)
+
+    blocks = BlockManager(40, SIZE, hash_function=counted)
+    owner = compute(blocks, start(blocks, sequence(text(0, 41))))
+    assert len(calls) == 10
+    waiting = sequence(text(0, 42))
+    for _ in range(5):
+        assert len(blocks.match_prefix(waiting)) == 10
+    assert len(calls) == 20
+    start(blocks, waiting)
+    waiting.token_ids += text(42, 2)
+    compute(blocks, waiting)
+    assert len(calls) == 21, "the one that has become full"
+    blocks.free(waiting)
+    assert len(blocks.match_prefix(waiting)) == 10, "the last token is left to compute"
+    assert len(calls) == 21
+    blocks.audit([owner])
+
+
 def test_pfx_07_salt_and_rope_table_are_part_of_the_key() -> None:
     blocks = BlockManager(40, SIZE)
     kinds = [(None, 0), ("s1", 0), ("s2", 0), ("", 0), (None, 9), ("s1", 9), ("0 salt:s1", 0)]

@@ -6,28 +6,31 @@ registered at the wrong moment is found at the step in which attention would hav
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.api import SamplingParams, TokenLogprob
+from engine.api import GenerationRequest, SamplingParams, TokenLogprob
 from engine.batch import StepPlan
 from engine.blocks import BlockManager, ChainHash, chain_hash
 from engine.loop import Engine, Limits
 from engine.runner import LogitsHook, PromptScores, StepResult
 from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+
+VOCAB = 50
 
 
-def next_token(token_ids: Sequence[int], seed: int, choice: int, vocab_size: int) -> int:
+def next_token(token_ids: Ids[int], seed: int, choice: int, vocab_size: int) -> int:
     """The fake model: a function of all tokens so far."""
     text = np.array([seed % 1000, choice, *token_ids], np.int64).tobytes()
     return zlib.crc32(text) % vocab_size
 
 
-def score(token_ids: Sequence[int]) -> float:
+def score(token_ids: Ids[int]) -> float:
     """The fake logprob of the last of token_ids after the others."""
     return -1.0 - zlib.crc32(np.array(token_ids, np.int64).tobytes()) % 1000
 
@@ -69,9 +72,9 @@ class FakeSampler:
         slot: int,
         sampling: SamplingParams,
         seed: int,
-        prompt_ids: Sequence[int],
-        output_ids: Sequence[int] = (),
-        eos_token_ids: Sequence[int] = (),
+        prompt_ids: Ids[int],
+        output_ids: Ids[int] = (),
+        eos_token_ids: Ids[int] = (),
         choice: int = 0,
     ) -> None:
         assert slot not in self.slots, f"slot {slot} is still taken"
@@ -187,7 +190,7 @@ def fake_engine(
     max_num_seqs: int = 4,
     max_num_batched_tokens: int = 16,
     max_model_len: int = 64,
-    vocab_size: int = 50,
+    vocab_size: int = VOCAB,
     eos_token_ids: tuple[int, ...] = (),
     enable_prefix_caching: bool = True,
     hash_function: ChainHash = chain_hash,
@@ -201,3 +204,31 @@ def fake_engine(
     runner = FakeRunner(num_blocks, block_size, max_num_batched_tokens, vocab_size, rope_limit)
     limits = Limits(vocab_size, max_model_len, 20, max_waiting, eos_token_ids)
     return Engine(scheduler, runner, limits, 0, faults), runner  # type: ignore[arg-type]
+
+
+def fake_request(
+    request_id: str, num_prompt: int = 6, first: int = 0, salt: str | None = None, **sampling: Any
+) -> GenerationRequest:
+    """A prompt that begins with token `first`; requests that begin differently share nothing."""
+    prompt = tuple((first + 3 * i) % VOCAB for i in range(num_prompt))
+    params = {"max_tokens": 4, "seed": 1} | sampling
+    return GenerationRequest(request_id, prompt, SamplingParams(**params), salt)
+
+
+def expected_output(one: GenerationRequest, index: int = 0, num_output: int | None = None) -> list[int]:
+    """What the fake model gives when nothing disturbs it."""
+    text = list(one.prompt_ids)
+    for _ in range((one.sampling.max_tokens or 0) if num_output is None else num_output):
+        text.append(next_token(text, one.sampling.seed or 0, index, VOCAB))
+    return text[len(one.prompt_ids) :]
+
+
+def row_counts(plan: StepPlan) -> list[int]:
+    """Tokens of each row of a step."""
+    counts: list[int] = np.diff(plan.cu_seqlens_q).tolist()
+    return counts
+
+
+def find_sequence(engine: Engine, request_id: str, index: int = 0) -> Sequence:
+    sequences = [*engine.scheduler.running, *engine.scheduler.waiting]
+    return next(seq for seq in sequences if (seq.request.request_id, seq.index) == (request_id, index))

@@ -1,7 +1,5 @@
 """engine.faults: each fault on purpose does what it says and hurts nobody else (SAM-05, KVM-03), with a real model."""
 
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +13,14 @@ from engine.loop import Engine
 from tests.engine.engines import Outputs, assert_equal, finish, request, run, tiny_engine
 from tests.engine.fake_runner import fake_engine
 
+pytestmark = pytest.mark.usefixtures("quiet_loop")
+
 VOCAB = 1000
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return rand_model(tmp_path_factory.mktemp("rand"))
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    logger = logging.getLogger("engine.loop")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    yield
-    logger.setLevel(level)
 
 
 def ids(length: int, seed: int = 0) -> list[int]:

@@ -1,7 +1,6 @@
 """engine.loop: what a client may rely on, and who is hurt when a step fails. Over FakeRunner, without a model."""
 
 import logging
-from typing import Any
 
 import pytest
 
@@ -14,15 +13,7 @@ from engine.runner import LogitsHook, StepResult
 from tests.engine.engines import Outputs, assert_idle, finish, run
 from tests.engine.fake_runner import VOCAB, FakeRunner, expected_output, fake_engine, fake_request
 
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Any:
-    """Failed steps are logged with their traceback, which here is wanted only where a test looks for it."""
-    logger = logging.getLogger("engine.loop")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    yield
-    logger.setLevel(level)
+pytestmark = pytest.mark.usefixtures("quiet_loop")
 
 
 # ---- the contract with a client
@@ -238,7 +229,7 @@ def add_and_step_for_ever(engine: Engine) -> None:
 
 
 def test_after_so_many_failed_steps_in_a_row_the_engine_is_dead(caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("engine.loop").setLevel(logging.ERROR)
+    caplog.set_level(logging.ERROR, "engine.loop")
     engine, _ = fake_engine(num_blocks=40, faults=Faults(raise_once_at=set(range(3, 100))))
     for number in range(3):
         engine.add(fake_request(str(number), first=number, max_tokens=50))

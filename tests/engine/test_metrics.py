@@ -1,8 +1,5 @@
 """engine.metrics: what an operator reads, and that it balances after trouble (MET-02)."""
 
-import logging
-from collections.abc import Iterator
-
 import pytest
 
 import engine.metrics as metrics_module
@@ -13,16 +10,9 @@ from engine.metrics import Metrics
 from engine.stats import EngineStats
 from tests.engine.fake_runner import fake_engine
 
+pytestmark = pytest.mark.usefixtures("quiet_loop")
+
 REASONS = ("stop", "length", "abort", "error")
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    logger = logging.getLogger("engine.loop")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    yield
-    logger.setLevel(level)
 
 
 @pytest.fixture

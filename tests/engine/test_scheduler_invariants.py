@@ -14,6 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from tests.engine.traffic import HASHES, VOCAB, Traffic
 
+pytestmark = pytest.mark.usefixtures("quiet_loop")
+
 REQUEST: dict[str, Any] = {
     "base": st.integers(0, 1),
     "num_prompt": st.integers(1, 31),
@@ -135,7 +137,7 @@ def test_clients_of_all_kinds() -> None:
 
 @pytest.mark.slow
 def test_many_clients_of_all_kinds() -> None:
-    check_clients(max_examples=3000, num_events=50)
+    check_clients(max_examples=1500, num_events=50)
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
@@ -145,7 +147,7 @@ def test_storm(seed: int) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=4000, derandomize=True, deadline=None)
+@settings(max_examples=1000, derandomize=True, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_long_storm(seed: int) -> None:
     storm(seed, num_events=400)

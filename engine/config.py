@@ -85,6 +85,7 @@ class EngineConfig:
     num_threads: int | None = None  # BLAS threads; None: the cores this process may use
     api_key: tuple[str, ...] = field(default=(), repr=False)  # secret: never in a log
     root_path: str = ""
+    allowed_origins: tuple[str, ...] = ()  # web pages that may call the server from a browser
     chat_template: str | None = None
     shutdown_grace_s: float = 5.0
 
@@ -103,7 +104,7 @@ class EngineConfig:
             found.append(("dtype", f"is {self.dtype}, but a CPU computes in float32; use auto or float32"))
         if not self.model:
             found.append(("model", "is empty; give a folder, a .gguf file, a repo id or starter"))
-        for name in ("served_model_name", "api_key"):
+        for name in ("served_model_name", "api_key", "allowed_origins"):
             if not all(getattr(self, name)):
                 found.append((name, "has an empty entry; leave it out or give a name"))
         if not self.host:

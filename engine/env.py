@@ -67,3 +67,13 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
     if problems:
         raise ConfigError("\n".join(problems))
     return Environment(**values)
+
+
+# What MPI's launchers tell each process about its job: Open MPI, and MPICH or Intel MPI.
+_RANK_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def launched_ranks(environ: Mapping[str, str]) -> int:
+    """How many ranks the MPI launcher started; 1 without one."""
+    counts = [int(environ[name]) for name in _RANK_COUNTS if environ.get(name, "").isdigit()]
+    return max(counts, default=1)

@@ -59,7 +59,7 @@ class FrontEnd:
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         for name, target in (("front-end-reader", self._read), ("front-end-writer", self._write)):
             threading.Thread(target=target, name=name, daemon=True).start()
-        self.send(FrontEndSettings(config.api_key, config.root_path))
+        self.send(FrontEndSettings(config.api_key, config.root_path, config.allowed_origins))
 
     def send(self, message: ToFrontEnd) -> None:
         """Queues a message; never blocks."""

@@ -55,7 +55,12 @@ async def main(engine_fd: int, listen_fd: int) -> int:
     settings = await _read(reader)
     assert isinstance(settings, FrontEndSettings)
     client = AsyncEngineClient(writer)
-    app = create_app(client, ServerSettings(api_keys=settings.api_keys, root_path=settings.root_path))
+    app = create_app(
+        client,
+        ServerSettings(
+            api_keys=settings.api_keys, root_path=settings.root_path, allowed_origins=settings.allowed_origins
+        ),
+    )
     config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=CLOSE_S)
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=listen_fd)]))

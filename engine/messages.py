@@ -51,6 +51,7 @@ class FrontEndSettings(msgspec.Struct, tag=True, frozen=True):
 
     api_keys: tuple[str, ...]
     root_path: str
+    allowed_origins: tuple[str, ...]
 
 
 class Loaded(msgspec.Struct, tag=True, frozen=True):

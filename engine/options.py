@@ -66,6 +66,7 @@ OPTIONS = (
     Option("port", integer, "port to listen on; 0 takes a free one"),
     Option("root_path", text, "path under which a proxy shows the server", metavar="PATH"),
     Option("api_key", texts, "keys of which a client must send one; without any, everybody may ask", metavar="KEY"),
+    Option("allowed_origins", texts, "origins of web pages that may call the server (CORS); none", metavar="ORIGIN"),
     Option("chat_template", text, "a Jinja chat template or the file of one, in place of the model's"),
     Option("device", text, "where the model runs", metavar="auto|cuda|cpu"),
     Option(

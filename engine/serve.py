@@ -18,7 +18,7 @@ from types import FrameType
 from engine.api import TokenEvent
 from engine.build import BuiltEngine, build_engine
 from engine.config import EngineConfig
-from engine.env import read_environment
+from engine.env import launched_ranks, read_environment
 from engine.errors import CapacityError, ConfigError, EngineDeadError, GlintError, RequestError
 from engine.front_end import FrontEnd, listen
 from engine.log import set_up_logging
@@ -176,6 +176,9 @@ def main(argv: list[str]) -> int:
     try:
         environment = read_environment(os.environ)
         set_up_logging("rank 0", environment.log_level)
+        num_ranks = launched_ranks(os.environ)
+        if num_ranks > 1:
+            raise ConfigError(f"started by MPI with {num_ranks} ranks, but a model runs on one rank for now; use -n 1")
         config = parse_args(argv)
         serve(replace(config, api_key=config.api_key or environment.api_key))
     except StopSignal as stop:

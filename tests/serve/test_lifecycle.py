@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -181,3 +182,37 @@ def test_what_cannot_be_served_ends_the_start_with_one_clear_line(model: Path, t
         assert "4000" in server.lines[-1]
     with failing(model, "--max-model-len", "999999999") as server:
         assert "--max-model-len" in server.lines[-1]
+
+
+def test_more_than_one_rank_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank of an MPI job would serve a model of its own: it says so instead."""
+    monkeypatch.setenv("PMI_SIZE", "8")
+    with failing(model) as server:
+        assert "8 ranks" in server.lines[-1]
+
+
+def test_keys_origins_and_the_root_path_reach_the_http_process(model: Path) -> None:
+    flags = ("--api-key", "secret", "--allowed-origins", "https://app.example", "--root-path", "/llm")
+    with running(model, *flags) as server:
+        models = f"{server.url}/llm/v1/models"
+        assert httpx.get(models).status_code == 401
+        headers = {"Authorization": "Bearer secret", "Origin": "https://app.example"}
+        reply = httpx.get(models, headers=headers)
+        assert reply.status_code == 200
+        assert reply.headers["access-control-allow-origin"] == "https://app.example"
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert "secret" not in "".join(server.lines)
+
+
+def test_an_idle_server_sleeps(model: Path) -> None:
+    """Both processes together use less than a tenth of a core while nobody asks for anything."""
+
+    def cpu_seconds(processes: list[psutil.Process]) -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+    with running(model) as server:
+        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 5}).status_code == 200
+        processes = [psutil.Process(server.process.pid), server.http_process]
+        before = cpu_seconds(processes)
+        time.sleep(2)
+        assert cpu_seconds(processes) - before < 0.2

@@ -27,7 +27,7 @@ from engine.rope_table import RopeTable
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
-from engine.system import usable_cores
+from engine.system import has_nvidia_driver, usable_cores
 from engine.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,8 @@ def build_engine(config: EngineConfig, faults: Faults | None = None, progress: b
     """
     if config.device == "cuda":
         raise ConfigError("--device cuda: the GPU kernels are not there yet; use --device cpu")
+    if has_nvidia_driver():
+        logger.warning("there is an NVIDIA GPU here, but the GPU kernels are not there yet: this model runs on the CPU")
     source = resolve(config.model)
     model_config = load_model_config(source)
     logger.info("%s: %s", source.name, summary(model_config))

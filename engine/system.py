@@ -11,6 +11,11 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def has_nvidia_driver() -> bool:
+    """Whether the kernel has an NVIDIA driver loaded."""
+    return Path("/proc/driver/nvidia/version").exists()
+
+
 def available_memory() -> int:
     """Bytes that can still be used: what the kernel calls available, or less if a cgroup allows less."""
     available = _meminfo("MemAvailable") or 8 << 30

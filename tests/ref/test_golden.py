@@ -33,7 +33,9 @@ def golden(name: str) -> dict[str, np.ndarray]:
 
 
 def test_every_golden_is_in_the_manifest() -> None:
-    assert set(MANIFEST["models"]) == set(models.GOLDENS) == {file.stem for file in FOLDER.glob("*.npz")}
+    assert set(MANIFEST["models"]) == {*models.GOLDENS, "starter"}
+    assert set(models.GOLDENS) == {file.stem for file in FOLDER.glob("*.npz")}
+    assert sha256(FOLDER / "starter.json") == MANIFEST["models"]["starter"]["sha256"]
 
 
 @pytest.mark.parametrize("name", models.GOLDENS)

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ref.rope import ROPE_KINDS
-
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3")  # of these architectures; ref.rope knows more
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,23 @@ def rmsnorm(x: Array, weight: Array, eps: float) -> Array:
     return normed * weight
 
 
+def qk_norm(q: Array, k: Array, q_weight: Array, k_weight: Array, eps: float) -> tuple[Array, Array]:
+    """rmsnorm of every head of q and k by itself, before rope: scores then cannot outgrow the softmax.
+
+    Args:
+        q: [num_tokens, n_heads, head_dim].
+        k: [num_tokens, n_kv_heads, head_dim].
+        q_weight, k_weight: [head_dim], the same for all heads; [n_heads, head_dim] and [n_kv_heads, head_dim] where
+            each head has its own.
+    Returns:
+        (q, k) normed, shapes and dtypes as given.
+
+    Source: Dehghani et al. 2023, "Scaling Vision Transformers to 22 Billion Parameters"; Qwen3.
+    Numerics: as rmsnorm.
+    """
+    return rmsnorm(q, q_weight, eps), rmsnorm(k, k_weight, eps)
+
+
 def add_rmsnorm(
     x: Array, residual: Array, weight: Array, eps: float, *, storage: str | None = None
 ) -> tuple[Array, Array]:

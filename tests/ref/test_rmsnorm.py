@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ref.rmsnorm import add_rmsnorm, rmsnorm
+from ref.rmsnorm import add_rmsnorm, qk_norm, rmsnorm
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -32,3 +32,13 @@ def test_the_norm_reads_the_rounded_sum() -> None:
     normed, new_residual = add_rmsnorm(x, residual, weight, 0.0, storage="bfloat16")
     assert new_residual.tolist() == [[1, 3]]
     assert normed.tolist() == [[0.447265625, 1.34375]]  # 1/√5 = 0.44721 and 3/√5 = 1.34164 with 8 bits
+
+
+def test_qk_norm_is_by_head_and_the_weight_may_be_too() -> None:
+    """Heads (1, 1) and (7, 1) of q have root mean squares 1 and 5; k has one head, (3, 3)."""
+    q, k = np.array([[[1.0, 1.0], [7.0, 1.0]]]), np.array([[[3.0, 3.0]]])
+    q_normed, k_normed = qk_norm(q, k, np.array([1.0, 10.0]), np.array([2.0, 4.0]), 0.0)
+    np.testing.assert_allclose(q_normed, [[[1, 10], [1.4, 2]]], rtol=1e-15)
+    np.testing.assert_allclose(k_normed, [[[2, 4]]], rtol=1e-15)
+    by_head, _ = qk_norm(q, k, np.array([[1.0, 10.0], [5.0, 0.0]]), np.array([[2.0, 4.0]]), 0.0)
+    np.testing.assert_allclose(by_head, [[[1, 10], [7, 0]]], rtol=1e-15)

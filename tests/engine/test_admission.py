@@ -60,8 +60,9 @@ def test_a_waiting_suspect_is_overtaken_only_so_often_too() -> None:
     holder, suspect = sequence("holder", 160), sequence("suspect", 300)
     scheduler.add([holder])
     compute(scheduler)
-    suspect.suspect = True
-    scheduler.add([suspect])
+    small_suspect = sequence("another", 3)
+    suspect.suspect = small_suspect.suspect = True
+    scheduler.add([suspect, small_suspect])
     for number in range(100):
         scheduler.add([sequence(f"small {number}", 3)])
         compute(scheduler)
@@ -70,6 +71,7 @@ def test_a_waiting_suspect_is_overtaken_only_so_often_too() -> None:
                 scheduler.remove(seq)
         scheduler.released_slots.clear()
     assert suspect.num_overtaken == MAX_OVERTAKEN
+    assert small_suspect.state is SequenceState.WAITING, "it would fit, but not alone"
     scheduler.remove(holder)
     compute(scheduler)
     assert suspect.state is SequenceState.RUNNING

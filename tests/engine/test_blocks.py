@@ -210,6 +210,12 @@ def test_pfx_03_a_parent_is_part_of_the_proof() -> None:
 def test_pfx_03_the_chain_hash_covers_parent_and_content_and_no_process_state() -> None:
     assert chain_hash(b"a", b"b") != chain_hash(b"a", b"c")
     assert chain_hash(b"a", b"b") != chain_hash(b"x", b"b")
+    seq = sequence(text(0, 13))
+    blocks = BlockManager(4, SIZE)
+    compute(blocks, start(blocks, seq))
+    digests = [key.digest for key in seq.block_keys]
+    contents = [key.content for key in seq.block_keys]
+    assert digests[1:] == [chain_hash(digests[0], contents[1]), chain_hash(digests[1], contents[2])]
     code = "from engine.blocks import chain_hash; print(chain_hash(b'a', b'b').hex())"
     for seed in ("0", "1"):
         run = subprocess.run(

@@ -34,9 +34,8 @@ from engine.rope_table import RopeTable
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
 from engine.weights import Weights
-from ref.config import LlamaConfig
 from ref.generate import generate
-from ref.model.llama import llama
+from ref.model.llama import LlamaConfig, llama
 from ref.sampling import log_softmax
 
 Array = NDArray[Any]

@@ -23,9 +23,9 @@ from conformance.golden_models import (
 )
 from conformance.tolerance import GOLDEN
 from engine.ops import OpTable
-from ref.config import LlamaConfig, parse_config
+from ref.config import parse_config
 from ref.generate import generate
-from ref.model.llama import llama
+from ref.model.llama import LlamaConfig, llama
 
 FOLDER = Path(__file__).parent / "golden"
 NO_GREEDY = ("dynamic",)  # models without stored ids: an oracle without a cache changes its rope table under way

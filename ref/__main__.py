@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ref.checkpoint import read_checkpoint
 from ref.config import read_config
-from ref.model.llama import llama
+from ref.model.registry import forward
 from ref.sampling import log_softmax, rank
 
 try:
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
             token_ids = _encode(args.model, args.prompt)
         weights = read_checkpoint(args.model, args.dtype)
         trace = TracePrinter() if args.trace else None
-        logits = llama(config, weights, token_ids, trace=trace).astype(np.float32)
+        logits = forward(config, weights, token_ids, trace=trace).astype(np.float32)
         if args.out is not None:
             with open(args.out, "wb") as file:
                 np.savez(file, logits=logits)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from conformance.golden_models import GOLDENS, config_v5, llama_config
-from ref.config import RopeConfig, parse_config, read_config
+from ref.config import parse_config, read_config
+from ref.model.fields import RopeConfig
 
 
 @pytest.mark.parametrize("name", GOLDENS)
@@ -36,7 +37,7 @@ def test_missing_keys_take_the_defaults_of_transformers() -> None:
     for key in ("num_key_value_heads", "rms_norm_eps", "rope_theta", "rope_scaling", "max_position_embeddings"):
         del config[key]
     llama = parse_config(config)
-    assert (llama.n_kv_heads, llama.rms_norm_eps, llama.rope.theta) == (4, 1e-6, 10000.0)
+    assert (llama.n_kv_heads, llama.norm_eps, llama.rope.theta) == (4, 1e-6, 10000.0)
     assert llama.max_position_embeddings == 2048
     mistral = parse_config(config | {"architectures": ["MistralForCausalLM"], "num_attention_heads": 8})
     assert (mistral.n_kv_heads, mistral.sliding_window, mistral.max_position_embeddings) == (8, 4096, 131072)
@@ -57,12 +58,13 @@ def test_dynamic_scales_from_max_position_embeddings() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, "rope type 'mrope' is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "'linear' needs a number factor, found None"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'llama3' needs a number low_freq_factor"),
         ({"architectures": ["BertModel"]}, "architecture 'BertModel' is not supported"),
         ({"architectures": None}, "architecture 'none'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' needs a number factor, found None"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"num_hidden_layers": None}, "num_hidden_layers must be a positive integer, found None"),
         ({"vocab_size": 0}, "vocab_size must be a positive integer, found 0"),

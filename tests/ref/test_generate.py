@@ -9,10 +9,10 @@ import pytest
 
 from conformance.golden_models import GOLDENS, chain_model, llama_config, llama_tensors
 from ref.checkpoint import read_checkpoint
-from ref.config import LlamaConfig, parse_config, read_config
-from ref.generate import forward, generate, new_cache
-from ref.model.llama import llama
-from ref.rope import rope_inv_freq
+from ref.config import parse_config, read_config
+from ref.generate import forward_chunk, generate
+from ref.model.cache import Cache
+from ref.model.llama import LlamaConfig, llama
 from ref.sampling import sample
 
 PROMPT = [7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71]
@@ -36,17 +36,10 @@ def test_greedy_is_that_of_the_cache_free_model(name: str, block_size: int) -> N
 @pytest.mark.parametrize("name", ["llama3", "mistral"])
 def test_chunks_give_the_logits_of_the_whole(name: str, chunks: list[int]) -> None:
     config, weights = model(**GOLDENS[name])
-    cache = new_cache(config, len(PROMPT), 4, np.dtype(np.float64))
-    inv_freq = rope_inv_freq(
-        config.rope.kind,
-        config.rope.theta,
-        config.head_dim,
-        config.rope.factor,
-        original_max_position_embeddings=config.rope.original_max_position_embeddings,
-    )
+    cache = Cache(len(PROMPT), 4, table_tokens=len(PROMPT))
     logits, done = [], 0
     for size in chunks:
-        logits.append(forward(config, weights, np.array(PROMPT[done : done + size]), done, cache, inv_freq))
+        logits.append(forward_chunk(config, weights, PROMPT[done : done + size], cache))
         done += size
     # float64 end to end: two orders of summation differ by far less than this
     np.testing.assert_allclose(np.concatenate(logits), llama(config, weights, PROMPT), rtol=0, atol=1e-11)

@@ -7,8 +7,8 @@ import pytest
 
 from conformance.golden_models import llama_config, llama_tensors
 from ref.attention import attention_dense
-from ref.config import LlamaConfig, parse_config
-from ref.model.llama import llama, weight_shapes
+from ref.config import parse_config
+from ref.model.llama import LlamaConfig, llama, weight_shapes
 from ref.numerics import relative_error, round_to
 
 SMALL: dict[str, Any] = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48}

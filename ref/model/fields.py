@@ -1,0 +1,162 @@
+"""What the config.json of every family says alike, and how its keys are read: in the form of transformers 4 or 5."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ref.rope import ROPE_KINDS
+from ref.rope_scaling import longrope_attention_factor, yarn_attention_factor
+
+Config = Mapping[str, Any]  # a loaded config.json
+
+ROPE_NEEDS = {  # keys without which a kind of rope means nothing
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """The leading arguments of ref.rope.rope_inv_freq, but for head_dim and seq_len; and two factors of scores."""
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    attention_factor: float = 1.0  # multiplies cos and sin
+    mscale_all_dim: float = 0.0  # read by latent attention only, see ref.mla
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Geometry of a decoder; each family adds what it has besides."""
+
+    architecture: str
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool = False
+    dtype: str = "float32"  # of the stored weights
+    eos_token_ids: tuple[int, ...] = ()
+    # factors of MiniCPM, 1 elsewhere
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+
+
+def common_fields(config: Config, **defaults: Any) -> dict[str, Any]:
+    """The fields of ModelConfig by name; where a key is missing `defaults` speak, by the keys of config.json.
+
+    Raises:
+        ValueError: names the key that is missing or cannot be honoured.
+    """
+    config = {**defaults, **{key: value for key, value in config.items() if value is not None}}
+    n_heads, hidden_size = integer(config, "num_attention_heads"), integer(config, "hidden_size")
+    n_kv_heads = integer(config, "num_key_value_heads", n_heads)
+    if n_heads % n_kv_heads:
+        raise ValueError(f"num_attention_heads {n_heads} is no multiple of num_key_value_heads {n_kv_heads}")
+    if "head_dim" not in config and hidden_size % n_heads:
+        raise ValueError(f"hidden_size {hidden_size} is no multiple of num_attention_heads {n_heads}; give head_dim")
+    max_position_embeddings = integer(config, "max_position_embeddings", 2048)
+    eos = config.get("eos_token_id")
+    return {
+        "n_layers": integer(config, "num_hidden_layers"),
+        "n_heads": n_heads,
+        "n_kv_heads": n_kv_heads,
+        "head_dim": integer(config, "head_dim", hidden_size // n_heads),
+        "hidden_size": hidden_size,
+        "intermediate_size": integer(config, "intermediate_size"),
+        "vocab_size": integer(config, "vocab_size"),
+        "max_position_embeddings": max_position_embeddings,
+        "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "rope": parse_rope(config, max_position_embeddings),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        "eos_token_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+    }
+
+
+def integer(config: Config, key: str, default: int | None = None) -> int:
+    """A positive integer."""
+    value = default if config.get(key) is None else config[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"config.json: {key} must be a positive integer, found {value!r}")
+    return value
+
+
+def number(config: Config, key: str, default: float | None = None) -> float:
+    value: Any = default if config.get(key) is None else config[key]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"config.json: {key} must be a number, found {value!r}")
+    return float(value)
+
+
+def one_of(config: Config, key: str, known: Sequence[str], default: str) -> str:
+    """A name out of those that ref knows."""
+    value = default if config.get(key) is None else config[key]
+    if value not in known:
+        supported = ", ".join(map(repr, known))
+        raise ValueError(f"config.json: {key} is {value!r}; supported here: {supported}")
+    return str(value)
+
+
+def parse_rope(config: Config, max_position_embeddings: int) -> RopeConfig:
+    """rope_theta and rope_scaling (4.x), or both in rope_parameters (5.x)."""
+    rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_KINDS:
+        raise ValueError(f"config.json: rope type {kind!r} is not supported; ref knows {', '.join(ROPE_KINDS)}")
+    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError("config.json: partial_rotary_factor is not supported for this architecture")
+    for key in ROPE_NEEDS.get(kind, ()):
+        if not isinstance(rope.get(key), int | float):
+            raise ValueError(f"config.json: rope type {kind!r} needs a number {key}, found {rope.get(key)!r}")
+    original = max_position_embeddings  # dynamic scales from here whatever else is said, as in transformers
+    if kind in ("llama3", "yarn", "longrope"):
+        original = integer(rope, "original_max_position_embeddings", max_position_embeddings)
+    return RopeConfig(
+        kind=kind,
+        theta=number(rope, "rope_theta", number(config, "rope_theta", 10000.0)),
+        factor=number(rope, "factor", 1.0),
+        low_freq_factor=float(rope.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(rope.get("high_freq_factor", 4.0)),
+        original_max_position_embeddings=original,
+        beta_fast=float(rope.get("beta_fast") or 32.0),
+        beta_slow=float(rope.get("beta_slow") or 1.0),
+        truncate=bool(rope.get("truncate", True)),
+        short_factor=tuple(map(float, rope.get("short_factor", ()))),
+        long_factor=tuple(map(float, rope.get("long_factor", ()))),
+        attention_factor=_attention_factor(kind, rope, max_position_embeddings, original),
+        mscale_all_dim=float(rope.get("mscale_all_dim") or 0.0),
+    )
+
+
+def _attention_factor(kind: str, rope: Config, max_position_embeddings: int, original: int) -> float:
+    if kind not in ("yarn", "longrope"):
+        return 1.0
+    if rope.get("attention_factor") is not None:
+        return number(rope, "attention_factor")
+    if kind == "longrope":
+        stretched = number(rope, "factor", max_position_embeddings / original) * original
+        return longrope_attention_factor(round(stretched), original)
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return yarn_attention_factor(number(rope, "factor"), rope["mscale"], rope["mscale_all_dim"])
+    return yarn_attention_factor(number(rope, "factor"))  # one key of the two alone is ignored, as in transformers

@@ -1,0 +1,71 @@
+"""Which file reads, checks and computes which architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from numpy.typing import ArrayLike, NDArray
+
+from ref.model import llama, qwen
+from ref.model.cache import Cache
+from ref.model.fields import Config, ModelConfig
+from ref.model.run import Shapes, Trace, Weights
+
+Array = NDArray[Any]
+
+
+class Forward(Protocol):
+    def __call__(
+        self,
+        config: Any,
+        weights: Weights,
+        token_ids: ArrayLike,
+        *,
+        storage: str | None = None,
+        trace: Trace | None = None,
+        cache: Cache | None = None,
+    ) -> Array: ...
+
+
+class Family(NamedTuple):
+    read: Callable[[Config], ModelConfig]
+    weight_shapes: Callable[[Any], Shapes]  # of the config that read returns
+    forward: Forward
+
+
+LLAMA = Family(llama.read_llama, llama.weight_shapes, llama.llama)
+QWEN = Family(qwen.read_qwen, qwen.weight_shapes, qwen.qwen)
+
+FAMILIES = {
+    "LlamaForCausalLM": LLAMA,
+    "MistralForCausalLM": LLAMA,
+    "Qwen2ForCausalLM": QWEN,
+    "Qwen3ForCausalLM": QWEN,
+}
+
+
+def family_of(architecture: str) -> Family:
+    """Raises ValueError, with the names that are known, for another one."""
+    if architecture not in FAMILIES:
+        raise ValueError(f"architecture {architecture!r} is not supported; ref knows {', '.join(FAMILIES)}")
+    return FAMILIES[architecture]
+
+
+def weight_shapes(config: ModelConfig) -> Shapes:
+    """Name and shape of every tensor that the model reads."""
+    return family_of(config.architecture).weight_shapes(config)
+
+
+def forward(
+    config: ModelConfig,
+    weights: Weights,
+    token_ids: ArrayLike,
+    *,
+    storage: str | None = None,
+    trace: Trace | None = None,
+    cache: Cache | None = None,
+) -> Array:
+    """Logits of any model, [num_tokens, vocab_size]; arguments and errors as in ref.model.llama.llama."""
+    family = family_of(config.architecture)
+    return family.forward(config, weights, token_ids, storage=storage, trace=trace, cache=cache)

@@ -1,0 +1,108 @@
+"""One pass through a model: where weights come from, where values are rounded and shown, where keys are kept.
+
+The files of the families say what is computed; this one is what they say it with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ref.attention import attention_dense
+from ref.embedding import embedding
+from ref.linear import linear
+from ref.model.cache import Cache
+from ref.model.fields import RopeConfig
+from ref.numerics import round_to
+from ref.rmsnorm import rmsnorm
+from ref.rope import rope_cos_sin, rope_inv_freq
+
+Array = NDArray[Any]
+Weights = Mapping[str, Array]
+Shapes = dict[str, tuple[int, ...]]
+Trace = Callable[[str, Array], None]
+
+
+class Run:
+    """The tokens of one pass and the weights that it may read.
+
+    weights: by checkpoint name, all of one dtype; everything is computed in it.
+    token_ids: [num_tokens]. positions: [num_tokens], from 0, or from where the cache ends.
+    storage: None, or the type to which each op's output is rounded ("bfloat16"), as a kernel that stores it would;
+        the weights are the caller's to round.
+    trace: called with the name and value of every intermediate, in order.
+    """
+
+    def __init__(
+        self,
+        shapes: Shapes,
+        weights: Weights,
+        token_ids: ArrayLike,
+        storage: str | None = None,
+        trace: Trace | None = None,
+        cache: Cache | None = None,
+    ) -> None:
+        self.weights = select_weights(shapes, weights)
+        self.storage, self.trace, self.cache = storage, trace, cache
+        self.token_ids = np.asarray(token_ids, np.int64)
+        self.positions = np.arange(len(self.token_ids)) + (0 if cache is None else cache.num_cached)
+
+    def step(self, name: str, value: Array) -> Array:
+        """Rounds an intermediate, shows it, and returns it."""
+        value = round_to(value, self.storage)
+        if self.trace is not None:
+            self.trace(name.removeprefix("model."), value)
+        return value
+
+    def embed(self, key: str, scale: float = 1.0) -> Array:
+        """[num_tokens, hidden_size]: the row of each token, times scale."""
+        rows = embedding(self.token_ids, self.weights[f"{key}.weight"])
+        return self.step(key, rows if scale == 1 else rows * rows.dtype.type(scale))
+
+    def linear(self, key: str, x: Array) -> Array:
+        """[..., in_features] → [..., out_features]; with the bias, if the model has one of this name."""
+        return self.step(key, linear(x, self.weights[f"{key}.weight"], self.weights.get(f"{key}.bias")))
+
+    def rmsnorm(self, key: str, x: Array, eps: float) -> Array:
+        """Shape as x."""
+        return self.step(key, rmsnorm(x, self.weights[f"{key}.weight"], eps))
+
+    def cos_sin(self, config: RopeConfig, rotary_dim: int) -> Array:
+        """[num_tokens, rotary_dim] float64: the rotation of each token, see ref.rope.rope_cos_sin."""
+        table = asdict(config)
+        attention_factor = table.pop("attention_factor")
+        del table["mscale_all_dim"]
+        seq_len = len(self.token_ids) if self.cache is None else self.cache.table_tokens
+        inv_freq = rope_inv_freq(**table, head_dim=rotary_dim, seq_len=seq_len)
+        return rope_cos_sin(inv_freq, self.positions, attention_factor)
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, sm_scale: float, window: int | None = None) -> Array:
+        """Causal attention over these tokens, and those in the cache if there is one; [num_tokens, n_heads, head_dim].
+
+        Args:
+            q: [num_tokens, n_heads, head_dim].
+            k, v: [num_tokens, n_kv_heads, head_dim].
+            window: keys a query sees, itself included; None: all.
+        """
+        if self.cache is not None:
+            return self.cache.attend(layer, q, k, v, sm_scale, window)
+        return attention_dense(q, k, v, sm_scale, window, storage=self.storage)
+
+
+def select_weights(shapes: Shapes, weights: Weights) -> dict[str, Array]:
+    """The tensors that the model reads, and no other.
+
+    Raises:
+        ValueError: names the first weight that is missing or has another shape than config.json says.
+    """
+    for name, shape in shapes.items():
+        if name not in weights:
+            raise ValueError(f"the checkpoint has no tensor {name}; config.json asks for one of shape {list(shape)}")
+        if weights[name].shape != shape:
+            found = list(weights[name].shape)
+            raise ValueError(f"tensor {name} has shape {found}, but config.json asks for {list(shape)}")
+    return {name: weights[name] for name in shapes}

@@ -1,7 +1,9 @@
-"""Activation functions of the feed-forward block."""
+"""Activation functions of the feed-forward block, and the gated unit."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,11 +11,23 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
+_erfc = np.vectorize(math.erfc, otypes=[np.float64])  # NumPy has none
 
-def silu(x: Array) -> Array:
-    """x · σ(x) = x / (1 + exp(−x)); shape as x.
+
+def sigmoid(x: Array) -> Array:
+    """σ(x) = 1 / (1 + exp(−x)); shape as x.
 
     Numerics: exp is taken of −|x| only, which cannot overflow: for negative x, σ(x) = exp(x) / (1 + exp(x)).
+    """
+    small = np.exp(-np.abs(x))
+    y: Array = np.where(x >= 0, 1, small).astype(x.dtype) / (1 + small)
+    return y
+
+
+def silu(x: Array) -> Array:
+    """x · σ(x) = x / (1 + exp(−x)); shape as x. Also called swish.
+
+    Numerics: exp is taken of −|x| only, as in sigmoid.
     Edge cases: silu(−inf) is NaN, as −inf · 0; finite inputs give finite outputs.
     """
     small = np.exp(-np.abs(x))
@@ -21,17 +35,68 @@ def silu(x: Array) -> Array:
     return y
 
 
-def gate_up_act(gate_up: Array) -> Array:
-    """silu(gate) · up, the gated feed-forward unit of Llama (SwiGLU; Shazeer 2020, "GLU Variants").
+def gelu(x: Array) -> Array:
+    """x · Φ(x) = x · (1 + erf(x / √2)) / 2 = x · erfc(−x / √2) / 2, Φ being the normal distribution; shape as x.
+
+    Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units".
+    Numerics: erfc in float64, as 1 + erf loses its digits where x is far below 0; the product in x's dtype.
+    """
+    y: Array = x * (_erfc(x / -math.sqrt(2)) / 2).astype(x.dtype)
+    return y
+
+
+def gelu_tanh(x: Array) -> Array:
+    """x · (1 + tanh(√(2/π) · (x + 0.044715 x³))) / 2: gelu to within 5e-4, by another formula; shape as x.
+
+    Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units".
+    """
+    inner = x.dtype.type(math.sqrt(2 / math.pi)) * (x + x.dtype.type(0.044715) * x * x * x)
+    y: Array = x * (1 + np.tanh(inner)) / 2
+    return y
+
+
+def relu(x: Array) -> Array:
+    """max(x, 0); shape as x."""
+    y: Array = np.maximum(x, 0)
+    return y
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {  # by hidden_act of a Hugging Face config
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_new": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "relu": relu,
+}
+
+
+def activation_named(name: str) -> Callable[[Array], Array]:
+    """The function that a config's hidden_act means.
+
+    Raises:
+        ValueError: a name that is not known.
+    """
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation {name!r} is not supported; known are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def gate_up_act(gate_up: Array, activation: str = "silu") -> Array:
+    """activation(gate) · up, the gated feed-forward unit (Shazeer 2020, "GLU Variants Improve Transformer").
+
+    With silu it is SwiGLU, the unit of Llama; with gelu GeGLU, that of CPM-Ant.
 
     Args:
         gate_up: [..., 2 · intermediate_size]; gate is the first half, up the second, as one matrix product with the
             stacked weights [gate_proj; up_proj] gives them.
+        activation: a name of ACTIVATIONS.
     Returns:
         [..., intermediate_size], dtype of gate_up.
+    Raises:
+        ValueError: an activation that is not known.
 
-    Numerics: one rounding at the end, none between silu and the product.
+    Numerics: one rounding at the end, none between the activation and the product.
     """
     intermediate_size = gate_up.shape[-1] // 2
     gate, up = gate_up[..., :intermediate_size], gate_up[..., intermediate_size:]
-    return silu(gate) * up
+    return activation_named(activation)(gate) * up

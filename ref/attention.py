@@ -4,6 +4,7 @@ Formula, for the query at position p of one head:  out = Σ_j softmax_j(sm_scale
 j ≤ p and, with a window, j > p − window (so a query sees `window` keys, itself included).
 Grouped queries (GQA; Ainslie et al. 2023): n_heads is a multiple of n_kv_heads, and query head h reads KV head
 h // (n_heads / n_kv_heads). lse = log Σ_j exp(sm_scale · q·k_j), natural log, is what it takes to join parts later.
+Values may be of another width than keys, as in ref/mla.py; the answer has theirs.
 
 Numerics: scores, softmax and sums in q's dtype, one rounding at the end. A kernel that feeds the probabilities to
 tensor cores rounds them to `storage` first; the row's sum keeps the unrounded ones.
@@ -35,13 +36,29 @@ def attend(q: Array, k: Array, v: Array, sm_scale: float, storage: str | None = 
         out [n_heads, head_dim] and lse [n_heads].
     """
     n_heads, group = q.shape[0], q.shape[0] // k.shape[1]
-    out, lse = np.empty_like(q), np.empty(n_heads, q.dtype)
+    out, lse = np.empty((n_heads, v.shape[-1]), q.dtype), np.empty(n_heads, q.dtype)
     for head in range(n_heads):
         keys, values = k[:, head // group].astype(q.dtype), v[:, head // group].astype(q.dtype)
         scores = (keys @ q[head]) * q.dtype.type(sm_scale)  # [num_keys]
         out[head] = round_to(softmax(scores), storage) @ values
         lse[head] = logsumexp(scores)
     return out, lse
+
+
+def logn_scale(positions: Ints, length: int) -> NDArray[np.float64]:
+    """What Qwen 1 multiplies the query at each position by: log(p + 1) / log(length) from p = length on, 1 before.
+
+    Over more keys than in training a softmax spreads more thinly; this keeps its entropy. Source: Su 2021,
+    "Entropy invariance of attention"; Bai et al. 2023, "Qwen Technical Report".
+
+    Args:
+        positions: [num_tokens], from 0; the query at p sees p + 1 keys.
+        length: tokens of a training sequence (seq_length of the config), above 1.
+    Returns:
+        [num_tokens] float64.
+    """
+    scale: NDArray[np.float64] = np.log(np.maximum(np.asarray(positions) + 1, length)) / np.log(length)
+    return scale
 
 
 def first_visible(position: int, window: int | None) -> int:
@@ -60,7 +77,7 @@ def attention_dense(
     Returns:
         [q_len, n_heads, head_dim].
     """
-    out = np.empty_like(q)
+    out = np.empty((*q.shape[:2], v.shape[-1]), q.dtype)
     for i in range(q.shape[0]):
         position = k.shape[0] - q.shape[0] + i
         visible = slice(first_visible(position, window), position + 1)
@@ -94,7 +111,7 @@ def attention_prefill(
     Returns:
         [num_tokens, n_heads, head_dim]; rows past cu_seqlens_q[−1] are padding and come back as zeros.
     """
-    out = np.zeros_like(q)
+    out = np.zeros((*q.shape[:2], v_cache.shape[-1]), q.dtype)
     for s in range(len(seq_lens)):
         rows = slice(int(cu_seqlens_q[s]), int(cu_seqlens_q[s + 1]))
         k = kv_cache_gather(k_cache, block_table[s], int(seq_lens[s]))
@@ -152,7 +169,7 @@ def attention_decode_split(
 
     Edge cases: a split without keys (short sequence, seq_len 0, all outside the window) is zeros and −inf.
     """
-    partial_out = np.zeros((num_splits, *q.shape), q.dtype)
+    partial_out = np.zeros((num_splits, *q.shape[:2], v_cache.shape[-1]), q.dtype)
     partial_lse = np.full((num_splits, *q.shape[:2]), -np.inf, q.dtype)
     block_size = k_cache.shape[1]
     for s, seq_len in enumerate(int(n) for n in seq_lens):

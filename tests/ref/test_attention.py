@@ -13,6 +13,7 @@ from ref.attention import (
     attention_decode_split,
     attention_dense,
     attention_prefill,
+    logn_scale,
 )
 from ref.kv_cache import kv_cache_slots, kv_cache_write
 
@@ -183,3 +184,21 @@ def test_combine_of_nothing_is_zero() -> None:
     out, lse = attention_combine(np.zeros((2, 1, 1, 3)), np.full((2, 1, 1), -np.inf))
     assert not out.any()
     assert lse.item() == -math.inf
+
+
+def test_values_may_have_a_width_of_their_own() -> None:
+    """Keys of width 1 and scores 0 and ln 3, values of width 2: weights 1/4 and 3/4, dense and paged."""
+    k = np.array([0, math.log(3)]).reshape(2, 1, 1)
+    v = np.array([[[0.0, 8.0]], [[4.0, 0.0]]])
+    args = (np.array([[0, 1]]), np.array([0, 1]), np.array([2]), 1.0)
+    out = [
+        attention_dense(np.ones((1, 1, 1)), k, v, 1.0),
+        attention_prefill(np.ones((1, 1, 1)), k[:, None], v[:, None], *args),
+        attention_decode(np.ones((1, 1, 1)), k[:, None], v[:, None], args[0], args[2], 1.0, num_splits=2),
+    ]
+    np.testing.assert_allclose(out, [[[[3, 2]]]] * 3, rtol=1e-15)
+
+
+def test_logn_scale_by_hand() -> None:
+    """Length 4: the query at 3 is the fourth and the last that stays; that at 15 sees 16 = 4² keys."""
+    np.testing.assert_allclose(logn_scale(np.array([0, 3, 7, 15]), 4), [1, 1, 1.5, 2], rtol=1e-15)

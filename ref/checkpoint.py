@@ -20,12 +20,16 @@ from ref.numerics import bf16_to_float32
 Array = NDArray[Any]
 
 STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # how the bytes of each type are viewed
+QUANTIZED = {"F8_E4M3": "u1", "I8": "i1", "I32": "<i4", "I64": "<i8"}  # only in quantized checkpoints
 MAX_HEADER_BYTES = 100_000_000
 
 
-def read_checkpoint(folder: str | Path, dtype: DTypeLike = np.float32) -> dict[str, Array]:
+def read_checkpoint(folder: str | Path, dtype: DTypeLike | None = np.float32) -> dict[str, Array]:
     """All tensors of a folder by name, each converted to dtype (exact from bfloat16 and float16).
 
+    Args:
+        dtype: a floating type, or None: as stored, for checkpoints whose weights are quantized. Then integers are
+            read too, codes of e4m3 as uint8 (see ref/quant/fp8.py), and bfloat16 becomes float32.
     Raises:
         FileNotFoundError: neither model.safetensors nor an index, or a file that the index names is missing.
         ValueError: a damaged file, a tensor of another type, or an index that points outside the folder.
@@ -53,7 +57,7 @@ def read_checkpoint(folder: str | Path, dtype: DTypeLike = np.float32) -> dict[s
     return tensors
 
 
-def read_safetensors(path: str | Path, dtype: DTypeLike = np.float32) -> dict[str, Array]:
+def read_safetensors(path: str | Path, dtype: DTypeLike | None = np.float32) -> dict[str, Array]:
     """All tensors of one file by name, as in read_checkpoint."""
     path = Path(path)
     size = path.stat().st_size
@@ -69,22 +73,24 @@ def read_safetensors(path: str | Path, dtype: DTypeLike = np.float32) -> dict[st
         raise ValueError(f"{path} is damaged: its header is no JSON ({error})") from None
     data = raw[8 + header_bytes :]
     return {
-        name: _read_tensor(path, data, name, entry).astype(dtype)
-        for name, entry in header.items()
-        if name != "__metadata__"
+        name: _read_tensor(path, data, name, entry, dtype) for name, entry in header.items() if name != "__metadata__"
     }
 
 
-def _read_tensor(path: Path, data: NDArray[np.uint8], name: str, entry: dict[str, Any]) -> Array:
-    """One tensor in a floating type that holds its values exactly; [shape of entry]."""
-    if entry["dtype"] not in STORED:
-        raise ValueError(f"{path}: tensor {name} is {entry['dtype']}; ref reads {', '.join(STORED)}")
+def _read_tensor(
+    path: Path, data: NDArray[np.uint8], name: str, entry: dict[str, Any], dtype: DTypeLike | None
+) -> Array:
+    """One tensor in dtype, or in a type that holds its values exactly; [shape of entry]."""
+    known = STORED if dtype is not None else STORED | QUANTIZED
+    if entry["dtype"] not in known:
+        raise ValueError(f"{path}: tensor {name} is {entry['dtype']}; ref reads {', '.join(known)}")
     begin, end = entry["data_offsets"]
-    wanted = math.prod(entry["shape"]) * np.dtype(STORED[entry["dtype"]]).itemsize
+    wanted = math.prod(entry["shape"]) * np.dtype(known[entry["dtype"]]).itemsize
     if not 0 <= begin <= end <= data.size or end - begin != wanted:
         raise ValueError(
             f"{path} is damaged: tensor {name} of shape {entry['shape']} needs {wanted} bytes, but stands at "
             f"bytes {begin} to {end} of {data.size}"
         )
-    values = np.frombuffer(data[begin:end].tobytes(), STORED[entry["dtype"]]).reshape(entry["shape"])
-    return bf16_to_float32(values) if entry["dtype"] == "BF16" else values
+    values = np.frombuffer(data[begin:end].tobytes(), known[entry["dtype"]]).reshape(entry["shape"])
+    exact = bf16_to_float32(values) if entry["dtype"] == "BF16" else values
+    return exact if dtype is None else exact.astype(dtype)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +128,14 @@ def golden_model(folder: str | Path, name: str) -> Path:
 
 def golden_prompts(name: str) -> list[list[int]]:
     """Three prompts of 5, 21 and 70 ids; ids 0 to 3 (begin and end of text) are left out."""
-    vocab_size = GOLDENS[name]["vocab_size"]
-    words = np.random.PCG64([GOLDEN_SEED, zlib.crc32(b"prompts")]).random_raw(sum(GOLDEN_PROMPT_LENGTHS))
+    return random_ids(GOLDENS[name]["vocab_size"], GOLDEN_PROMPT_LENGTHS)
+
+
+def random_ids(vocab_size: int, lengths: Sequence[int]) -> list[list[int]]:
+    """A list of token ids from 4 on for each length."""
+    words = np.random.PCG64([GOLDEN_SEED, zlib.crc32(b"prompts")]).random_raw(sum(lengths))
     ids = (4 + (np.atleast_1d(words) >> np.uint64(11)) % np.uint64(vocab_size - 4)).astype(np.int64)
-    ends = np.cumsum(GOLDEN_PROMPT_LENGTHS)
-    return [part.tolist() for part in np.split(ids, ends[:-1])]
+    return [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])]
 
 
 def llama_config(**overrides: Any) -> Config:
@@ -180,12 +183,12 @@ def llama_tensors(config: Config, seed: int) -> Tensors:
 
     def linear(name: str, out_features: int, in_features: int, bias: bool, gain: float = 1.0) -> None:
         weight = f"{name}.weight"
-        tensors[weight] = _uniform(seed, weight, (out_features, in_features), gain / math.sqrt(in_features))
+        tensors[weight] = uniform_tensor(seed, weight, (out_features, in_features), gain / math.sqrt(in_features))
         if bias:
-            tensors[f"{name}.bias"] = _uniform(seed, f"{name}.bias", (out_features,), 0.3)
+            tensors[f"{name}.bias"] = uniform_tensor(seed, f"{name}.bias", (out_features,), 0.3)
 
     def norm(name: str) -> None:
-        tensors[f"{name}.weight"] = 1 + _uniform(seed, name, (hidden,), 0.2)
+        tensors[f"{name}.weight"] = 1 + uniform_tensor(seed, name, (hidden,), 0.2)
 
     linear("model.embed_tokens", config["vocab_size"], hidden, False, gain=2.0)
     for layer in range(config["num_hidden_layers"]):
@@ -205,7 +208,7 @@ def llama_tensors(config: Config, seed: int) -> Tensors:
     return tensors
 
 
-def _uniform(seed: int, name: str, shape: tuple[int, ...], std: float) -> NDArray[np.float32]:
+def uniform_tensor(seed: int, name: str, shape: tuple[int, ...], std: float) -> NDArray[np.float32]:
     """Zero mean, the given standard deviation. Raw PCG64 words are the one stream that NumPy promises to keep."""
     words = np.random.PCG64([seed, zlib.crc32(name.encode())]).random_raw(math.prod(shape))
     signed = (np.atleast_1d(words) >> np.uint64(40)).astype(np.float32) / np.float32(2**23) - 1

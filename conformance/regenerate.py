@@ -2,11 +2,11 @@
 
 python -m conformance.regenerate [NAME ...]      needs the extra "oracle" (torch, transformers)
 
-Each <name>.npz holds for prompt i of golden_prompts: logits{i} [num_tokens, vocab_size] float32, and greedy{i}, the 16
-ids that greedy decoding adds (each from a fresh run without a cache; not for dynamic rope, whose table would change
-under way). starter.json holds, for each text of starter_prompts, the prompt's ids and greedy ids with the five best
-logprobs of each, from the starter model's GGUF file dequantized to float32. manifest.json holds what made them:
-versions, seed, sha256 of the checkpoint and of the file.
+Each <name>.npz holds for prompt i of golden_prompts (family_prompts): logits{i} [num_tokens, vocab_size] float32, and
+greedy{i}, the 16 ids that greedy decoding adds (each from a fresh run without a cache; not for dynamic rope and
+longrope, whose table would change under way). starter.json holds, for each text of starter_prompts, the prompt's ids
+and greedy ids with the five best logprobs of each, from the starter model's GGUF file dequantized to float32.
+manifest.json holds what made them: versions, seed, sha256 of the checkpoint and of the file.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import transformers
 
+from conformance.golden_families import FAMILY_GOLDENS, TABLE_CHANGES, family_model, family_prompts
 from conformance.golden_models import GOLDEN_SEED, GOLDENS, golden_model, golden_prompts
 from conformance.starter_prompts import STARTER_PROMPTS
 from engine.checkpoint.starter import ensure_starter
@@ -35,9 +36,13 @@ STARTER_NAME = "starter"
 
 def oracle(checkpoint: Path, prompts: list[list[int]], greedy: bool) -> dict[str, np.ndarray[Any, Any]]:
     """Logits and greedy ids of transformers, float32, eager attention, no cache."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    model.eval()
+    wrong = {fault: names for fault, names in loaded.items() if names}
+    if wrong:
+        raise ValueError(f"{checkpoint}: the weight map of ref is not that of transformers: {wrong}")
 
     def logits_of(ids: list[int]) -> np.ndarray[Any, Any]:
         return model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
@@ -63,9 +68,11 @@ def regenerate(name: str) -> dict[str, Any]:
     file = FOLDER / f"{name}.npz"
     before = dict(np.load(file)) if file.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = golden_model(folder, name)
+        is_family = name in FAMILY_GOLDENS
+        checkpoint = family_model(folder, name) if is_family else golden_model(folder, name)
+        prompts = family_prompts(name) if is_family else golden_prompts(name)
         checkpoint_hash = sha256(checkpoint / "model.safetensors")
-        arrays = oracle(checkpoint, golden_prompts(name), greedy=name != "dynamic")
+        arrays = oracle(checkpoint, prompts, greedy=name not in ("dynamic", *TABLE_CHANGES))
     np.savez(file, **arrays)
     moved = {key: relative_error(array, before[key]) for key, array in arrays.items() if key in before}
     print(name, "new" if not before else f"largest relative change {max(moved.values()):.2e}")
@@ -107,9 +114,12 @@ def regenerate_starter() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m conformance.regenerate", description=__doc__)
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"of {', '.join([*GOLDENS, STARTER_NAME])}; default: all"
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"of {', '.join([*GOLDENS, *FAMILY_GOLDENS, STARTER_NAME])}; default: all",
     )
-    names = parser.parse_args().names or [*GOLDENS, STARTER_NAME]
+    names = parser.parse_args().names or [*GOLDENS, *FAMILY_GOLDENS, STARTER_NAME]
     FOLDER.mkdir(exist_ok=True)
     manifest_file = FOLDER / "manifest.json"
     manifest = json.loads(manifest_file.read_text()) if manifest_file.exists() else {"models": {}}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import conformance.golden_models as models
+from conformance.golden_families import FAMILY_GOLDENS
 from ref.checkpoint import read_checkpoint
 from ref.config import parse_config, read_config
 from ref.generate import generate
@@ -33,8 +34,9 @@ def golden(name: str) -> dict[str, np.ndarray]:
 
 
 def test_every_golden_is_in_the_manifest() -> None:
-    assert set(MANIFEST["models"]) == {*models.GOLDENS, "starter"}
-    assert set(models.GOLDENS) == {file.stem for file in FOLDER.glob("*.npz")}
+    names = {*models.GOLDENS, *FAMILY_GOLDENS}
+    assert set(MANIFEST["models"]) == {*names, "starter"}
+    assert names == {file.stem for file in FOLDER.glob("*.npz")}
     assert sha256(FOLDER / "starter.json") == MANIFEST["models"]["starter"]["sha256"]
 
 

@@ -1,0 +1,83 @@
+"""Golden models of the families beside Llama: a config.json each, and weights made from a seed by their names alone.
+
+Names and shapes come from ref, so a checkpoint that transformers loads without a missing or spare tensor proves the
+weight map as well.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conformance.golden_models import GOLDEN_SEED, Config, Tensors, random_ids, uniform_tensor, write_checkpoint
+from ref.config import parse_config
+from ref.model.registry import weight_shapes
+
+PROMPT_LENGTHS = (5, 21)
+
+_BASE: Config = {
+    "vocab_size": 128,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+}
+_YARN: Config = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+_QWEN2: Config = {**_BASE, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_theta": 1000000.0}
+_QWEN3: Config = {**_BASE, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
+
+FAMILY_GOLDENS: dict[str, Config] = {
+    "qwen2": {**_QWEN2, "tie_word_embeddings": True},
+    "qwen2_yarn": {**_QWEN2, "rope_theta": 10000.0, "rope_scaling": _YARN},
+    "qwen2_window": {
+        **_QWEN2,
+        "num_hidden_layers": 3,
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 1,
+    },
+    "qwen3": _QWEN3,
+    "qwen3_bias": {**_QWEN3, "attention_bias": True},
+}
+TABLE_CHANGES: tuple[str, ...] = ()  # models whose rope table depends on the length: no greedy ids are stored
+
+
+def family_model(folder: str | Path, name: str) -> Path:
+    """The checkpoint behind conformance/golden/<name>.npz."""
+    config = FAMILY_GOLDENS[name]
+    return write_checkpoint(folder, config, family_tensors(config, GOLDEN_SEED))
+
+
+def family_prompts(name: str) -> list[list[int]]:
+    """Two prompts of 5 and 21 ids; ids 0 to 3 (begin and end of text) are left out."""
+    return random_ids(FAMILY_GOLDENS[name]["vocab_size"], PROMPT_LENGTHS)
+
+
+def family_tensors(config: Config, seed: int) -> Tensors:
+    """All tensors of a checkpoint by their names, float32; norms and biases are random too."""
+    shapes = weight_shapes(parse_config(config))
+    return {name: _tensor(seed, name, shape) for name, shape in shapes.items()}
+
+
+def _tensor(seed: int, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Spread so that no part of a model is without say: norms near 1, scores and logits of a few units."""
+    kind = name.rsplit(".", 2)[-2:]
+    if "norm" in kind[0] and kind[1] == "weight":
+        return 1 + uniform_tensor(seed, name, shape, 0.2)
+    if len(shape) == 1:
+        return uniform_tensor(seed, name, shape, 0.1 if "correction" in name else 0.3)
+    gain = 2.0 if any(part in name for part in ("embed", "lm_head", "q_", "k_proj", ".gate.")) else 1.0
+    return uniform_tensor(seed, name, shape, gain / math.sqrt(shape[-1]))

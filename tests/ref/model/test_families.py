@@ -1,0 +1,106 @@
+"""Every family beside Llama against the stored logits of transformers, and what each of them refuses."""
+
+import functools
+import hashlib
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import conformance.golden_families as families
+from conformance.golden_families import FAMILY_GOLDENS
+from conformance.golden_models import GOLDEN_SEED, config_v5
+from ref.checkpoint import read_checkpoint
+from ref.config import parse_config, read_config
+from ref.generate import generate
+from ref.model.fields import ModelConfig
+from ref.model.registry import forward
+from ref.numerics import relative_error
+
+FOLDER = Path(families.__file__).parent / "golden"
+MANIFEST = json.loads((FOLDER / "manifest.json").read_text())["models"]
+TOLERANCE = 1e-5  # as in tests/ref/test_golden.py
+
+
+def golden(name: str) -> dict[str, np.ndarray]:
+    with np.load(FOLDER / f"{name}.npz") as file:
+        return dict(file)
+
+
+@functools.cache
+def model(name: str) -> tuple[ModelConfig, dict[str, np.ndarray], str]:
+    """Config, float64 weights and sha256 of a golden checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        families.family_model(folder, name)
+        digest = hashlib.sha256((Path(folder) / "model.safetensors").read_bytes()).hexdigest()
+        return read_config(folder), read_checkpoint(folder, np.float64), digest
+
+
+@pytest.mark.parametrize("name", FAMILY_GOLDENS)
+def test_checkpoint_and_file_are_those_of_the_manifest(name: str) -> None:
+    file = FOLDER / f"{name}.npz"
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == MANIFEST[name]["sha256"]
+    assert model(name)[2] == MANIFEST[name]["checkpoint_sha256"]
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("name", FAMILY_GOLDENS)
+def test_logits(name: str, dtype: type) -> None:
+    config, weights, _ = model(name)
+    weights = {key: weight.astype(dtype) for key, weight in weights.items()}
+    for i, prompt in enumerate(families.family_prompts(name)):
+        logits, expected = forward(config, weights, prompt), golden(name)[f"logits{i}"]
+        assert logits.dtype == dtype
+        assert logits.shape == expected.shape
+        assert relative_error(logits, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILY_GOLDENS if name not in families.TABLE_CHANGES])
+def test_greedy_ids_through_the_paged_cache(name: str) -> None:
+    config, weights, _ = model(name)
+    for i, prompt in enumerate(families.family_prompts(name)):
+        new_ids = generate(config, weights, prompt, 16, ignore_eos=True, block_size=3)
+        logits = forward(config, weights, prompt + new_ids)[len(prompt) - 1 : -1]
+        best_two = np.sort(logits, axis=-1)[:, -2:]
+        assert (best_two[:, 1] - best_two[:, 0]).min() > 1e-3, "a near tie: choose another prompt for the golden"
+        assert new_ids == golden(name)[f"greedy{i}"].tolist()
+
+
+@pytest.mark.parametrize("name", FAMILY_GOLDENS)
+def test_both_forms_of_the_config_mean_the_same(name: str) -> None:
+    assert parse_config(config_v5(FAMILY_GOLDENS[name])) == parse_config(FAMILY_GOLDENS[name])
+
+
+@pytest.mark.parametrize("name", FAMILY_GOLDENS)
+def test_an_unknown_activation_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"hidden_act is 'mish'; supported here: 'silu'"):
+        parse_config({**FAMILY_GOLDENS[name], "hidden_act": "mish"})
+
+
+@pytest.mark.parametrize("name", FAMILY_GOLDENS)
+def test_no_tokens(name: str) -> None:
+    config, weights, _ = model(name)
+    assert forward(config, weights, []).shape == (0, config.vocab_size)
+
+
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("qwen2_yarn", {"rope_scaling": None}),
+    ("qwen2_yarn", {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}}),
+    ("qwen2_window", {"sliding_window": 9}),
+    ("qwen2_window", {"max_window_layers": 2}),
+    ("qwen2_window", {"use_sliding_window": False}),
+    ("qwen3_bias", {"attention_bias": False}),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), WRONG)
+def test_the_goldens_see_a_wrong_formula(name: str, change: dict[str, Any]) -> None:
+    wrong = {**FAMILY_GOLDENS[name], **change}
+    config = parse_config(wrong)
+    weights = families.family_tensors(FAMILY_GOLDENS[name], GOLDEN_SEED)
+    assert config != parse_config(FAMILY_GOLDENS[name])
+    logits = forward(config, weights, families.family_prompts(name)[1])
+    assert relative_error(logits, golden(name)["logits1"]) > 100 * TOLERANCE

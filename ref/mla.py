@@ -1,8 +1,8 @@
 """Multi-head latent attention: all heads' keys and values from one short vector a token, which is all that is cached.
 
 A token's latent is [c, r] (see ref/mla_latent.py): c of kv_lora_rank numbers is what it says, r of qk_rope_head_dim
-numbers carries its position and is the same for all heads. Head h has key k = [W_uk c, r] and value v = W_uv c, with W_uk and W_uv its rows of
-kv_b_proj. Two ways lead to the same answer:
+numbers carries its position and is the same for all heads. Head h has key k = [W_uk c, r] and value v = W_uv c, with
+W_uk and W_uv its rows of kv_b_proj. Two ways lead to the same answer:
 
 expanded: make k and v of every cached token and attend as usual. Right for prefill: many queries share the work.
 absorbed: q_nope · (W_uk c) = (W_ukᵀ q_nope) · c, so a query taken through W_ukᵀ attends to the latents themselves, as

@@ -1,4 +1,4 @@
-"""ref.mla and ref.mla_latent: both forms by hand, both equal, paged, with and without q_lora; the scale of DeepSeek (KRN-03)."""
+"""ref.mla and ref.mla_latent: both forms by hand, and equal over pages; queries with and without q_lora (KRN-03)."""
 
 import math
 

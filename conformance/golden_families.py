@@ -38,6 +38,33 @@ _BASE: Config = {
 _YARN: Config = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 _QWEN2: Config = {**_BASE, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_theta": 1000000.0}
 _QWEN3: Config = {**_BASE, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
+_COHERE: Config = {
+    **{key: value for key, value in _BASE.items() if key != "rms_norm_eps"},
+    "architectures": ["CohereForCausalLM"],
+    "model_type": "cohere",
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.25,
+    "tie_word_embeddings": True,
+}
+_MINICPM: Config = {
+    **_BASE,
+    "architectures": ["MiniCPMForCausalLM"],
+    "model_type": "minicpm",
+    "scale_emb": 12,
+    "scale_depth": 1.4,
+    "dim_model_base": 16,
+    "tie_word_embeddings": True,
+}
+_LATENT: Config = {
+    **_BASE,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "attention_bias": False,
+}
 
 FAMILY_GOLDENS: dict[str, Config] = {
     "qwen2": {**_QWEN2, "tie_word_embeddings": True},
@@ -51,8 +78,25 @@ FAMILY_GOLDENS: dict[str, Config] = {
     },
     "qwen3": _QWEN3,
     "qwen3_bias": {**_QWEN3, "attention_bias": True},
+    "command_r": _COHERE,
+    "command_r_plus": {**_COHERE, "use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": False},
+    "minicpm": _MINICPM,
+    "minicpm3": {
+        **_LATENT,
+        "architectures": ["MiniCPM3ForCausalLM"],
+        "model_type": "minicpm3",
+        "scale_emb": 12,
+        "scale_depth": 1.4,
+        "dim_model_base": 16,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.05, 1.1, 1.3],
+            "long_factor": [1.0, 1.5, 2.0, 4.0],
+            "original_max_position_embeddings": 16,
+        },
+    },
 }
-TABLE_CHANGES: tuple[str, ...] = ()  # models whose rope table depends on the length: no greedy ids are stored
+TABLE_CHANGES = ("minicpm3",)  # models whose rope table depends on the length: no greedy ids are stored
 
 
 def family_model(folder: str | Path, name: str) -> Path:

@@ -23,6 +23,7 @@ import torch
 import transformers
 
 from conformance.golden_families import FAMILY_GOLDENS, TABLE_CHANGES, family_model, family_prompts
+from conformance.golden_folded import oracle_model
 from conformance.golden_models import GOLDEN_SEED, GOLDENS, golden_model, golden_prompts
 from conformance.starter_prompts import STARTER_PROMPTS
 from engine.checkpoint.starter import ensure_starter
@@ -72,7 +73,8 @@ def regenerate(name: str) -> dict[str, Any]:
         checkpoint = family_model(folder, name) if is_family else golden_model(folder, name)
         prompts = family_prompts(name) if is_family else golden_prompts(name)
         checkpoint_hash = sha256(checkpoint / "model.safetensors")
-        arrays = oracle(checkpoint, prompts, greedy=name not in ("dynamic", *TABLE_CHANGES))
+        folded = oracle_model(Path(folder) / "folded", name) if is_family else None
+        arrays = oracle(folded or checkpoint, prompts, greedy=name not in ("dynamic", *TABLE_CHANGES))
     np.savez(file, **arrays)
     moved = {key: relative_error(array, before[key]) for key, array in arrays.items() if key in before}
     print(name, "new" if not before else f"largest relative change {max(moved.values()):.2e}")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import ArrayLike, NDArray
 
-from ref.model import llama, qwen
+from ref.model import command_r, llama, minicpm, qwen
 from ref.model.cache import Cache
 from ref.model.fields import Config, ModelConfig
 from ref.model.run import Shapes, Trace, Weights
@@ -36,12 +36,18 @@ class Family(NamedTuple):
 
 LLAMA = Family(llama.read_llama, llama.weight_shapes, llama.llama)
 QWEN = Family(qwen.read_qwen, qwen.weight_shapes, qwen.qwen)
+COMMAND_R = Family(command_r.read_command_r, command_r.weight_shapes, command_r.command_r)
+MINICPM = Family(minicpm.read_minicpm, minicpm.weight_shapes, minicpm.minicpm)
+MINICPM3 = Family(minicpm.read_minicpm3, minicpm.minicpm3_weight_shapes, minicpm.minicpm3)
 
 FAMILIES = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": LLAMA,
     "Qwen2ForCausalLM": QWEN,
     "Qwen3ForCausalLM": QWEN,
+    "CohereForCausalLM": COMMAND_R,
+    "MiniCPMForCausalLM": MINICPM,
+    "MiniCPM3ForCausalLM": MINICPM3,
 }
 
 

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from ref.attention import attention_dense
 from ref.embedding import embedding
 from ref.linear import linear
+from ref.mla import mla_dense
 from ref.model.cache import Cache
 from ref.model.fields import RopeConfig
 from ref.numerics import round_to
@@ -91,6 +92,17 @@ class Run:
         if self.cache is not None:
             return self.cache.attend(layer, q, k, v, sm_scale, window)
         return attention_dense(q, k, v, sm_scale, window, storage=self.storage)
+
+    def attend_latent(self, layer: int, q: Array, latent: Array, kv_b_proj: Array, sm_scale: float) -> Array:
+        """The same over latents, see ref.mla: [num_tokens, n_heads, v_head_dim].
+
+        Args:
+            q: [num_tokens, n_heads, qk_head_dim], rotated.
+            latent: [num_tokens, kv_lora_rank + qk_rope_head_dim].
+        """
+        if self.cache is not None:
+            return self.cache.attend_latent(layer, q, latent, kv_b_proj, sm_scale)
+        return mla_dense(q, latent, kv_b_proj, sm_scale, storage=self.storage)
 
 
 def select_weights(shapes: Shapes, weights: Weights) -> dict[str, Array]:

@@ -93,6 +93,18 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("qwen2_window", {"max_window_layers": 2}),
     ("qwen2_window", {"use_sliding_window": False}),
     ("qwen3_bias", {"attention_bias": False}),
+    ("command_r", {"logit_scale": 0.125}),
+    ("command_r", {"layer_norm_eps": 1e-2}),
+    ("command_r_plus", {"use_qk_norm": False}),
+    ("minicpm", {"scale_emb": 11}),
+    ("minicpm", {"scale_depth": 1.3}),
+    ("minicpm", {"dim_model_base": 8}),
+    ("minicpm3", {"scale_depth": 1.3}),
+    ("minicpm3", {"rope_scaling": {**FAMILY_GOLDENS["minicpm3"]["rope_scaling"], "attention_factor": 1.0}}),
+    (
+        "minicpm3",
+        {"rope_scaling": {**FAMILY_GOLDENS["minicpm3"]["rope_scaling"], "original_max_position_embeddings": 32}},
+    ),
 ]
 
 

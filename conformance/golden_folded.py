@@ -1,0 +1,56 @@
+"""Checkpoints of families that transformers lacks, rewritten as checkpoints of ones that it has: the same function.
+
+    MiniCPM 1, 2   → Llama: each scale is linear, so it moves into the weight before or after it
+    MiniCPM MoE    → Mixtral, likewise
+
+What this cannot check is that the scales stand where the published code has them: that was compared by reading
+(openbmb/MiniCPM, and the MiniCPM models of vLLM).
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+
+from conformance.golden_families import FAMILY_GOLDENS, family_tensors
+from conformance.golden_models import GOLDEN_SEED, Config, Tensors, write_checkpoint
+
+
+def oracle_model(folder: Path, name: str) -> Path | None:
+    """A checkpoint that transformers reads in the place of family golden `name`; None: it reads that one itself."""
+    config = FAMILY_GOLDENS[name]
+    fold = FOLDS.get(config["architectures"][0])
+    if fold is None:
+        return None
+    return write_checkpoint(folder, *fold(config, family_tensors(config, GOLDEN_SEED)))
+
+
+def fold_minicpm(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    """embed · scale_emb; o_proj and down_proj · scale_depth / √n_layers; lm_head · dim_model_base / hidden_size."""
+    branch = config["scale_depth"] / math.sqrt(config["num_hidden_layers"])
+    folded = dict(tensors)
+    head = tensors["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"]
+    folded["lm_head.weight"] = _scaled(head, config["dim_model_base"] / config["hidden_size"])
+    folded["model.embed_tokens.weight"] = _scaled(tensors["model.embed_tokens.weight"], config["scale_emb"])
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight")):
+            folded[name] = _scaled(tensor, branch)
+    if not config.get("num_experts"):
+        kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        return {**config, **kind, "tie_word_embeddings": False}, folded
+    kind = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": config["num_experts"],
+    }
+    renamed = {name.replace(".mlp.", ".block_sparse_moe."): tensor for name, tensor in folded.items()}
+    return {**config, **kind, "tie_word_embeddings": False}, renamed
+
+
+def _scaled(tensor: np.ndarray, scale: float) -> np.ndarray:
+    return (tensor.astype(np.float64) * scale).astype(np.float32)
+
+
+FOLDS = {"MiniCPMForCausalLM": fold_minicpm}

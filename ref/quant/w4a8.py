@@ -65,8 +65,8 @@ def w4a8_linear(x: Array, weight: GroupedInt, bias: Array | None = None, *, kind
     after group; the token's scale, then the bias, come last.
     Edge cases: as in int8_linear and fp8_linear: a token that holds inf or NaN spoils only itself.
     """
-    xq: Array
-    xq, x_scale = int8_quantize(x) if kind == "int8" else fp8_quantize(x)
+    quantized: tuple[Array, Array] = int8_quantize(x) if kind == "int8" else fp8_quantize(x)
+    xq, x_scale = quantized
     y = np.zeros((x.shape[0], weight.q.shape[0]), x.dtype)
     for group in range(weight.scales.shape[1]):
         inputs, tile = w4a8_tile(weight, group, kind)

@@ -36,21 +36,56 @@ def test_q4_1_by_hand() -> None:
     assert values.tolist() == expected.tolist()
 
 
+def test_q5_0_and_q5_1_by_hand() -> None:
+    """Bits 0 and 31 are set: value 0 is 15 + 16, value 31 is 2 + 16."""
+    data = bytes([1, 0, 0, 0x80, 0x0F, *[0] * 14, 0x20])
+    expected = np.zeros(32)
+    expected[[0, 31]] = 31, 18
+    assert dequantize("Q5_0", block(0.5, data=data)).tolist() == (0.5 * (expected - 16)).tolist()
+    assert dequantize("Q5_1", block(0.5, -1.0, data=data)).tolist() == (0.5 * expected - 1).tolist()
+
+
+def test_q2_k_by_hand() -> None:
+    """Part 0 has s = 3, t = 2; byte 0 of q is 0b11_10_01_00: values 0, 32, 64, 96 are 0, 1, 2, 3; d = 2, m = 0.5."""
+    data = bytes([0x23] * 16) + bytes([0b11100100]) + bytes(63)
+    values = dequantize("Q2_K", np.concatenate([np.frombuffer(data, np.uint8), block(2.0, 0.5, data=b"")]))
+    expected = np.full(256, -1.0)
+    expected[[32, 64, 96]] = 5, 11, 17
+    assert values.tolist() == expected.tolist()
+
+
+def test_q4_k_by_hand() -> None:
+    """s = 1 for all but part 5 (48 + 2 = 50, its high bits in byte 1), t = 0; d = 1. Value 160 is 9."""
+    scales = bytes([1, 1 | 3 << 6, 1, 1, 0, 0, 0, 0, 1, 2, 1, 1])
+    nibbles = bytearray(128)
+    nibbles[64] = 0x97  # the third run: value 128 is 7, value 160 is 9
+    values = dequantize("Q4_K", block(1.0, 1.0, data=scales + bytes(nibbles)))
+    expected = np.zeros(256)
+    expected[[128, 160]] = 7, 450
+    assert values.tolist() == expected.tolist()
+
+
+SCALES_AT = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}  # elsewhere at the start
+NUM_SCALES = {"Q8_0": 1, "Q4_0": 1, "Q5_0": 1, "Q3_K": 1, "Q6_K": 1}  # elsewhere two
+
+
 @pytest.mark.parametrize("kind", BLOCK_BYTES)
 def test_the_gguf_package_agrees(kind: str) -> None:
+    """Bit by bit, on random bytes; only the float16 numbers are chosen, for random ones could be NaN."""
     rng = np.random.default_rng(0)
     rows = rng.integers(0, 256, (3, 5, BLOCK_BYTES[kind]), dtype=np.uint8)
-    scales = rng.standard_normal((3, 5, 2)).astype("<f2").view(np.uint8)  # random bytes could be NaN
-    rows[:, :, : 4 if kind == "Q4_1" else 2] = scales[:, :, : 4 if kind == "Q4_1" else 2]
+    at, width = SCALES_AT.get(kind, 0), 2 * NUM_SCALES.get(kind, 2)
+    rows[:, :, at : at + width] = rng.standard_normal((3, 5, width // 2)).astype("<f2").view(np.uint8)
     rows = rows.reshape(3, -1)
     expected = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
-    assert dequantize(kind, rows).shape == (3, 160)
+    assert dequantize(kind, rows).shape == (3, 5 * (256 if kind.endswith("_K") else 32))
+    assert dequantize(kind, rows).dtype == np.float32
     np.testing.assert_array_equal(dequantize(kind, rows), expected)
 
 
 def test_what_cannot_be_read_is_refused() -> None:
-    with pytest.raises(ValueError, match="GGUF type 'Q6_K' is not supported; known are Q8_0, Q4_0, Q4_1"):
-        dequantize("Q6_K", np.zeros(210, np.uint8))
+    with pytest.raises(ValueError, match="GGUF type 'IQ4_NL' is not supported; known are Q8_0, Q4_0, Q4_1"):
+        dequantize("IQ4_NL", np.zeros(210, np.uint8))
     with pytest.raises(ValueError, match="35 bytes is no whole number of Q8_0 blocks of 34"):
         dequantize("Q8_0", np.zeros((2, 35), np.uint8))
 

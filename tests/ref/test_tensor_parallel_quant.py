@@ -222,7 +222,7 @@ def allowed(geometry: Geometry, weight_format: WeightFormat, even: bool = False,
     ],
 )
 def test_fp8_sizes(intermediate_size: int, even: list[int], any_shares: int) -> None:
-    """QNT-06: which of 1 to 16 ranks are allowed, with equal shares and with any; the number of heads divides by all."""
+    """QNT-06: which of 1 to 16 ranks are allowed, with equal shares and with any; heads divide by all."""
     heads = {**DEEPSEEK_V3, "n_heads": 2 * math.lcm(*range(1, 17)), "n_kv_heads": 2 * math.lcm(*range(1, 17))}
     geometry = Geometry(**heads, intermediate_sizes={"intermediate_size": intermediate_size})
     assert allowed(geometry, FP8_BLOCK, even=True) == even

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ref.checkpoint import read_checkpoint
 from ref.config import read_config
 from ref.model.registry import forward
+from ref.quant.scheme import read_quantization_config, read_weights
 from ref.sampling import log_softmax, rank
 
 try:
@@ -54,7 +54,11 @@ def main(arguments: list[str] | None = None) -> int:
             token_ids = _parse_ids(args.ids, config.vocab_size)
         else:
             token_ids = _encode(args.model, args.prompt)
-        weights = read_checkpoint(args.model, args.dtype)
+        if args.activations == "format" and read_quantization_config(args.model) is not None:
+            raise ValueError(
+                "--activations format is for floating-point checkpoints; this one is quantized: give float"
+            )
+        weights = read_weights(args.model, args.dtype)
         trace = TracePrinter() if args.trace else None
         logits = forward(config, weights, token_ids, trace=trace).astype(np.float32)
         if args.out is not None:
@@ -79,7 +83,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--activations",
         choices=("float", "format"),
         default="float",
-        help="how a quantized matmul treats its input; the same for floating-point checkpoints",
+        help="how a matmul treats its input: float (of a quantized weight, the decoded numbers) or as its format says",
     )
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="of all arithmetic")
     parser.add_argument("--trace", action="store_true", help="print name, shape, range and time of every step")

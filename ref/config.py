@@ -13,6 +13,7 @@ from typing import Any
 
 from ref.model.fields import ModelConfig
 from ref.model.registry import family_of
+from ref.quant.scheme import parse_quantization_config
 
 
 def read_config(path: str | Path) -> ModelConfig:
@@ -37,5 +38,5 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     """A loaded config.json as its family's record. Where a key is missing the default is that of transformers."""
     family = family_of((config.get("architectures") or ["none"])[0])
     if config.get("quantization_config") is not None:
-        raise ValueError("config.json has a quantization_config; ref reads floating-point weights only")
+        parse_quantization_config(config["quantization_config"])  # refuses what cannot be read, before it is read
     return family.read(config)

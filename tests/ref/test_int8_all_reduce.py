@@ -17,7 +17,7 @@ from ref.int8_all_reduce import (
     to_groups,
     wire_bytes,
 )
-from ref.int8_all_reduce_bound import error_bound
+from ref.int8_all_reduce_bound import TRIP, error_bound
 from ref.numerics import bf16_bits, bf16_to_float32, relative_error
 
 Array = np.ndarray
@@ -106,7 +106,14 @@ def test_one_trip(largest: float, seed: int) -> None:
     assert largest <= 127 * step[0] * (1 + 2.0**-23)
     assert 127 * bf16_to_float32(scale - np.uint16(1)).astype(np.float64)[0] < largest
     error = np.abs(q * step[:, None] - group.astype(np.float64))
-    assert error.max() <= step[0] * (0.5 + 2.0**-16) <= largest / 252
+    assert error.max() <= step[0] * (0.5 + 2.0**-16) <= largest * TRIP
+
+
+def test_one_trip_may_cost_that_much() -> None:
+    """Largest 127.0001: the scale is rounded up to 1 + 2⁻⁷, and 62.5 steps become 62."""
+    group = one_group(127.0001, 62.5 * (1 + 2.0**-7))
+    error = np.abs(dequantize_groups(*quantize_groups(group)) - group)
+    assert 0.999 * 127.0001 * TRIP < error[0, 1] <= 127.0001 * TRIP
 
 
 def test_groups_without_substance() -> None:

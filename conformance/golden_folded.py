@@ -2,9 +2,10 @@
 
     MiniCPM 1, 2   → Llama: each scale is linear, so it moves into the weight before or after it
     MiniCPM MoE    → Mixtral, likewise
+    DeepSeekMoE    → Qwen2-MoE, whose shared expert's gate of zeros is σ(0) = 1/2, with twice the down_proj
 
 What this cannot check is that the scales stand where the published code has them: that was compared by reading
-(openbmb/MiniCPM, and the MiniCPM models of vLLM).
+(the MiniCPM models of vLLM).
 """
 
 from __future__ import annotations
@@ -49,8 +50,30 @@ def fold_minicpm(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
     return {**config, **kind, "tie_word_embeddings": False}, renamed
 
 
+def fold_deepseek_moe(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    """The shared experts' gate is σ(0) = 1/2, and their down_proj twice as large."""
+    folded: Tensors = {}
+    for name, tensor in tensors.items():
+        factor = 2.0 if name.endswith("shared_experts.down_proj.weight") else 1.0
+        folded[name.replace("shared_experts", "shared_expert")] = _scaled(tensor, factor)
+    for name, tensor in tensors.items():
+        if name.endswith("mlp.gate.weight"):
+            folded[name.replace("gate.weight", "shared_expert_gate.weight")] = np.zeros(
+                (1, tensor.shape[1]), np.float32
+            )
+    changes: Config = {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "num_experts": config["n_routed_experts"],
+        "shared_expert_intermediate_size": config["n_shared_experts"] * config["moe_intermediate_size"],
+        "mlp_only_layers": list(range(config["first_k_dense_replace"])),
+        "qkv_bias": False,
+    }
+    return {**config, **changes}, folded
+
+
 def _scaled(tensor: np.ndarray, scale: float) -> np.ndarray:
     return (tensor.astype(np.float64) * scale).astype(np.float32)
 
 
-FOLDS = {"MiniCPMForCausalLM": fold_minicpm}
+FOLDS = {"MiniCPMForCausalLM": fold_minicpm, "DeepseekForCausalLM": fold_deepseek_moe}

@@ -22,6 +22,8 @@ from ref.rope import rope
 Array = NDArray[Any]
 Block = Callable[[int, Array], Array]  # (layer, [num_tokens, hidden_size]) → [num_tokens, hidden_size]
 
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+
 
 def decoder(config: ModelConfig, run: Run, attention: Block, mlp: Block) -> Array:
     """A pre-norm decoder, from token ids to logits [num_tokens, vocab_size].
@@ -115,18 +117,27 @@ def gqa_shapes(
     return shapes
 
 
-def gated_mlp(run: Run, key: str, hidden: Array) -> Array:
+def gated_mlp(run: Run, key: str, hidden: Array, names: tuple[str, str, str] = GATE_UP_DOWN) -> Array:
     """down(silu(gate(x)) · up(x)): [num_tokens, hidden_size] → [num_tokens, hidden_size]."""
-    gate, up = run.linear(f"{key}.gate_proj", hidden), run.linear(f"{key}.up_proj", hidden)
+    gate_name, up_name, down_name = names
+    gate, up = run.linear(f"{key}.{gate_name}", hidden), run.linear(f"{key}.{up_name}", hidden)
     activated = run.step(f"{key}.gate_up_act", gate_up_act(np.concatenate([gate, up], axis=-1)))
-    return run.linear(f"{key}.down_proj", activated)
+    return run.linear(f"{key}.{down_name}", activated)
 
 
-def mlp_shapes(key: str, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> Shapes:
+def mlp_shapes(
+    key: str,
+    hidden_size: int,
+    intermediate_size: int,
+    *,
+    bias: bool = False,
+    names: tuple[str, str, str] = GATE_UP_DOWN,
+) -> Shapes:
+    gate, up, down = names
     return {
-        **linear_shapes(f"{key}.gate_proj", intermediate_size, hidden_size, bias=bias),
-        **linear_shapes(f"{key}.up_proj", intermediate_size, hidden_size, bias=bias),
-        **linear_shapes(f"{key}.down_proj", hidden_size, intermediate_size, bias=bias),
+        **linear_shapes(f"{key}.{gate}", intermediate_size, hidden_size, bias=bias),
+        **linear_shapes(f"{key}.{up}", intermediate_size, hidden_size, bias=bias),
+        **linear_shapes(f"{key}.{down}", hidden_size, intermediate_size, bias=bias),
     }
 
 

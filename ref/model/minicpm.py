@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ref.model.blocks import decoder, decoder_shapes, gated_mlp, gqa_attention, gqa_shapes, mlp_shapes
 from ref.model.cache import Cache
+from ref.model.experts import W1_W3_W2, MoeConfig, moe_block, moe_shapes
 from ref.model.fields import Config, ModelConfig, common_fields, integer, number, one_of
 from ref.model.latent import LatentConfig, latent_attention, latent_fields, latent_shapes
 from ref.model.run import Run, Shapes, Trace, Weights
@@ -31,24 +32,42 @@ def scales(config: Config) -> dict[str, float]:
     }
 
 
-def read_minicpm(config: Config) -> ModelConfig:
-    """MiniCPMForCausalLM."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniCPMConfig(ModelConfig):
+    moe: MoeConfig | None  # in every layer
+
+
+def read_minicpm(config: Config) -> MiniCPMConfig:
+    """MiniCPMForCausalLM, dense or, with num_experts, MoE."""
     one_of(config, "hidden_act", ["silu"], "silu")
-    fields = common_fields(config, tie_word_embeddings=True)
-    return ModelConfig(architecture="MiniCPMForCausalLM", **(fields | scales(config)))
+    fields = common_fields(config, tie_word_embeddings=True) | scales(config)
+    moe = None
+    if config.get("num_experts"):
+        moe = MoeConfig(
+            n_experts=integer(config, "num_experts"),
+            top_k=integer(config, "num_experts_per_tok", 2),
+            intermediate_size=fields["intermediate_size"],
+            renormalize=True,
+            names=W1_W3_W2,
+        )
+    return MiniCPMConfig(architecture="MiniCPMForCausalLM", moe=moe, **fields)
 
 
-def weight_shapes(config: ModelConfig) -> Shapes:
+def weight_shapes(config: MiniCPMConfig) -> Shapes:
     """Name and shape of every tensor that the model reads."""
     shapes = decoder_shapes(config)
     for layer in range(config.n_layers):
+        key = f"model.layers.{layer}.mlp"
         shapes |= gqa_shapes(config, layer)
-        shapes |= mlp_shapes(f"model.layers.{layer}.mlp", config.hidden_size, config.intermediate_size)
+        if config.moe is None:
+            shapes |= mlp_shapes(key, config.hidden_size, config.intermediate_size)
+        else:
+            shapes |= moe_shapes(config.moe, key, config.hidden_size)
     return shapes
 
 
 def minicpm(
-    config: ModelConfig,
+    config: MiniCPMConfig,
     weights: Weights,
     token_ids: ArrayLike,
     *,
@@ -64,7 +83,8 @@ def minicpm(
         return gqa_attention(config, run, layer, hidden, cos_sin)
 
     def mlp(layer: int, hidden: Array) -> Array:
-        return gated_mlp(run, f"model.layers.{layer}.mlp", hidden)
+        key = f"model.layers.{layer}.mlp"
+        return gated_mlp(run, key, hidden) if config.moe is None else moe_block(config.moe, run, key, hidden)
 
     return decoder(config, run, attention, mlp)
 

@@ -47,16 +47,17 @@ def read_qwen(config: Config) -> QwenConfig:
 
 
 def read_windows(config: Config, n_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer: by layer_types (5.x), or on the layers from max_window_layers on (4.x).
+    """The window of each layer: by layer_types (5.x), or on the layers from max_window_layers on (4.x)."""
+    first = config.get("max_window_layers", 28)
+    return windows_of(config, [LAYER_TYPES[layer >= first] for layer in range(n_layers)])
 
-    The first layers see everything, the upper ones a window, and only if use_sliding_window says so.
-    """
+
+def windows_of(config: Config, layer_types: list[str]) -> tuple[int | None, ...]:
+    """sliding_window on the sliding layers, if use_sliding_window says so; layer_types of the config come first."""
+    n_layers = len(layer_types)
     if not config.get("use_sliding_window", False) or config.get("sliding_window", 4096) is None:
         return (None,) * n_layers
-    window = integer(config, "sliding_window", 4096)
-    first = config.get("max_window_layers", 28)
-    default = [LAYER_TYPES[layer >= first] for layer in range(n_layers)]
-    layer_types = config.get("layer_types") or default
+    window, layer_types = integer(config, "sliding_window", 4096), config.get("layer_types") or layer_types
     if len(layer_types) != n_layers:
         raise ValueError(f"config.json: layer_types has {len(layer_types)} entries for {n_layers} layers")
     kinds = [one_of({"layer_types": kind}, "layer_types", LAYER_TYPES, "") for kind in layer_types]

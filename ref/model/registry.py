@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import ArrayLike, NDArray
 
-from ref.model import command_r, llama, minicpm, qwen
+from ref.model import command_r, deepseek, deepseek_moe, llama, minicpm, mixtral, qwen, qwen_moe
 from ref.model.cache import Cache
 from ref.model.fields import Config, ModelConfig
 from ref.model.run import Shapes, Trace, Weights
@@ -36,6 +36,10 @@ class Family(NamedTuple):
 
 LLAMA = Family(llama.read_llama, llama.weight_shapes, llama.llama)
 QWEN = Family(qwen.read_qwen, qwen.weight_shapes, qwen.qwen)
+QWEN_MOE = Family(qwen_moe.read_qwen_moe, qwen_moe.weight_shapes, qwen_moe.qwen_moe)
+MIXTRAL = Family(mixtral.read_mixtral, mixtral.weight_shapes, mixtral.mixtral)
+DEEPSEEK_MOE = Family(deepseek_moe.read_deepseek_moe, deepseek_moe.weight_shapes, deepseek_moe.deepseek_moe)
+DEEPSEEK = Family(deepseek.read_deepseek, deepseek.weight_shapes, deepseek.deepseek)
 COMMAND_R = Family(command_r.read_command_r, command_r.weight_shapes, command_r.command_r)
 MINICPM = Family(minicpm.read_minicpm, minicpm.weight_shapes, minicpm.minicpm)
 MINICPM3 = Family(minicpm.read_minicpm3, minicpm.minicpm3_weight_shapes, minicpm.minicpm3)
@@ -45,6 +49,12 @@ FAMILIES = {
     "MistralForCausalLM": LLAMA,
     "Qwen2ForCausalLM": QWEN,
     "Qwen3ForCausalLM": QWEN,
+    "MixtralForCausalLM": MIXTRAL,
+    "Qwen2MoeForCausalLM": QWEN_MOE,
+    "Qwen3MoeForCausalLM": QWEN_MOE,
+    "DeepseekForCausalLM": DEEPSEEK_MOE,
+    "DeepseekV2ForCausalLM": DEEPSEEK,
+    "DeepseekV3ForCausalLM": DEEPSEEK,
     "CohereForCausalLM": COMMAND_R,
     "MiniCPMForCausalLM": MINICPM,
     "MiniCPM3ForCausalLM": MINICPM3,

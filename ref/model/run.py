@@ -55,9 +55,13 @@ class Run:
     def step(self, name: str, value: Array) -> Array:
         """Rounds an intermediate, shows it, and returns it."""
         value = round_to(value, self.storage)
+        self.show(name, value)
+        return value
+
+    def show(self, name: str, value: Array) -> None:
+        """Shows a value that is not rounded: numbers of experts, and what stays in wide arithmetic."""
         if self.trace is not None:
             self.trace(name.removeprefix("model."), value)
-        return value
 
     def embed(self, key: str, scale: float = 1.0) -> Array:
         """[num_tokens, hidden_size]: the row of each token, times scale."""

@@ -44,9 +44,11 @@ class ModelConfig:
     rope: RopeConfig
     hidden_act: str = "silu"
     tie_word_embeddings: bool = False
-    attention_bias: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False  # an RMSNorm on each head of q and k, before the rotary embedding
     mlp_bias: bool = False
-    sliding_window: int | None = None
+    windows: tuple[int | None, ...] = ()  # of each layer: keys that a query sees, itself included; None = all
     dtype: str = "float32"  # of the checkpoint's weights
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()  # config.json and generation_config.json together

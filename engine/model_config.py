@@ -16,10 +16,17 @@ from engine.errors import ConfigError, RequestError
 
 # A row a family: its optional keys and what transformers takes for each where config.json is silent. A key that is
 # not in the row is not read. num_key_value_heads None: as many as num_attention_heads.
+QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"num_key_value_heads": None, "attention_bias": False, "mlp_bias": False},
     "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32, **QWEN_WINDOW},
+    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128, "attention_bias": False, **QWEN_WINDOW},
 }
+
+ALWAYS_QKV_BIAS = ("Qwen2ForCausalLM",)  # and never one on o_proj
+WITH_QK_NORM = ("Qwen3ForCausalLM",)
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 LARGEST_NUMBER = 1e30  # any real constant is far below; infinity, NaN and integers too large for a float are not
 DTYPES = ("float32", "bfloat16", "float16")
@@ -68,9 +75,11 @@ def model_config_from_hf(config: dict[str, Any], generation_config: dict[str, An
         rope=rope,
         hidden_act="silu",
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
-        attention_bias=fields.flag("attention_bias"),
+        qkv_bias=architecture in ALWAYS_QKV_BIAS or fields.flag("attention_bias"),
+        o_bias=fields.flag("attention_bias"),
+        qk_norm=architecture in WITH_QK_NORM,
         mlp_bias=fields.flag("mlp_bias"),
-        sliding_window=fields.sliding_window(),
+        windows=fields.windows(geometry["n_layers"]),
         dtype=fields.dtype(),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
         eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
@@ -171,7 +180,7 @@ class _Fields:
             self.problem(
                 f"num_attention_heads ({n_heads}) must be a multiple of num_key_value_heads ({sizes['n_kv_heads']})"
             )
-        head_dim = self.values.get("head_dim")
+        head_dim = self.values.get("head_dim", self.defaults.get("head_dim"))
         if head_dim is not None:
             sizes["head_dim"] = self.integer("head_dim", head_dim)
         else:
@@ -197,9 +206,26 @@ class _Fields:
             self.problem(f"{key} {outside[0]} is outside the vocabulary of {vocab_size} ids (0 to {vocab_size - 1})")
         return ids
 
-    def sliding_window(self) -> int | None:
+    def windows(self, n_layers: int) -> tuple[int | None, ...]:
+        """The window of each layer.
+
+        Mistral's is the same everywhere. Qwen's is off unless use_sliding_window is set, and then is that of the
+        layers that layer_types names (5.x form), or of those from max_window_layers on (4.x form).
+        """
         value = self.optional("sliding_window")
-        return None if value is None else self.integer("sliding_window", value)
+        is_off = "use_sliding_window" in self.defaults and not self.flag("use_sliding_window")
+        if value is None or is_off:
+            return (None,) * n_layers
+        window = self.integer("sliding_window", value)
+        layer_types = self.optional("layer_types")
+        if layer_types is None:
+            first = self.optional("max_window_layers") or 0
+            return tuple(window if layer >= first else None for layer in range(n_layers))
+        known = isinstance(layer_types, list) and all(kind in LAYER_TYPES for kind in layer_types)
+        if not known or len(layer_types) != n_layers:
+            self.problem(f"layer_types must name one of {', '.join(LAYER_TYPES)} for each of {n_layers} layers")
+            return (None,) * n_layers
+        return tuple(window if kind == LAYER_TYPES[1] else None for kind in layer_types)
 
     def dtype(self) -> str:
         given = {str(self.values[key]) for key in ("torch_dtype", "dtype") if self.values.get(key) is not None}

@@ -52,6 +52,7 @@ class OpTable:
     rmsnorm: Callable[[Array, Array, float], Array]  # (x, weight, eps)
     add_rmsnorm: Callable[[Array, Array, Array, float], tuple[Array, Array]]  # (x, residual, weight, eps)
     rope_kv_write: Callable[..., Array]  # (q, k, v, cos_sin, slot_mapping, k_cache, v_cache)
+    qk_norm_rope_kv_write: Callable[..., Array]  # (q, k, v, q_weight, k_weight, eps, cos_sin, …)
     attention_decode: Callable[..., Array]  # (q, k_cache, v_cache, block_table, seq_lens, sm_scale, window)
     attention_prefill: Callable[..., Array]  # (…, block_table, cu_seqlens_q, seq_lens, sm_scale, window)
     gate_up_act: Callable[[Array], Array]  # (gate_up)
@@ -67,6 +68,7 @@ def cpu_ops(num_threads: int = 1) -> OpTable:
         rmsnorm=rmsnorm.rmsnorm,
         add_rmsnorm=rmsnorm.add_rmsnorm,
         rope_kv_write=rope.rope_kv_write,
+        qk_norm_rope_kv_write=rope.qk_norm_rope_kv_write,
         attention_decode=attention.attention_decode,
         attention_prefill=attention.attention_prefill,
         gate_up_act=activation.gate_up_act,

@@ -28,6 +28,30 @@ def rope_kv_write(
     return _rotate(q, cos_sin)
 
 
+def qk_norm_rope_kv_write(
+    q: Float32,
+    k: Float32,
+    v: Float32,
+    q_weight: Float32,
+    k_weight: Float32,
+    eps: float,
+    cos_sin: Float32,
+    slot_mapping: Int32,
+    k_cache: Float32,
+    v_cache: Float32,
+) -> Float32:
+    """RMSNorm of each head of q and k by weights [head_dim], then rope_kv_write, whose shapes hold here too."""
+    q, k = _head_norm(q, q_weight, eps), _head_norm(k, k_weight, eps)
+    return rope_kv_write(q, k, v, cos_sin, slot_mapping, k_cache, v_cache)
+
+
+def _head_norm(x: Float32, weight: Float32, eps: float) -> Float32:
+    mean_square = np.einsum("thd,thd->th", x, x) / np.float32(x.shape[2])
+    out: Float32 = x * (1.0 / np.sqrt(mean_square + np.float32(eps)))[:, :, None]
+    out *= weight
+    return out
+
+
 def _rotate(x: Float32, cos_sin: Float32) -> Float32:
     half = x.shape[2] // 2
     cos, sin = cos_sin[:, None, :half], cos_sin[:, None, half:]

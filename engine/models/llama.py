@@ -1,4 +1,7 @@
-"""Llama 1 to 3.3, and Mistral, which is Llama with a sliding window. Defined by ref.model.llama."""
+"""Llama 1 to 3.3, and its close kin: Mistral (sliding window), Qwen 1.5 to 2.5 (bias on q, k, v), Qwen 3 (q/k norm).
+
+Defined by ref.model.llama and ref.model.qwen.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +33,16 @@ def weight_map(config: ModelConfig) -> WeightMap:
         qkv = ((f"{attn}.q_proj", heads), (f"{attn}.k_proj", kv_heads), (f"{attn}.v_proj", kv_heads))
         gate_up = ((f"{mlp}.gate_proj", wide), (f"{mlp}.up_proj", wide))
         linears += [
-            LinearSpec(f"{dest}.qkv_proj", qkv, hidden, config.attention_bias),
-            LinearSpec(f"{dest}.o_proj", ((f"{attn}.o_proj", hidden),), heads, config.attention_bias),
+            LinearSpec(f"{dest}.qkv_proj", qkv, hidden, config.qkv_bias),
+            LinearSpec(f"{dest}.o_proj", ((f"{attn}.o_proj", hidden),), heads, config.o_bias),
             LinearSpec(f"{dest}.gate_up_proj", gate_up, hidden, config.mlp_bias),
             LinearSpec(f"{dest}.down_proj", ((f"{mlp}.down_proj", hidden),), wide, config.mlp_bias),
         ]
         for norm in ("input_layernorm", "post_attention_layernorm"):
             arrays.append(ArraySpec(f"{dest}.{norm}", f"{source}.{norm}.weight", (hidden,)))
+        if config.qk_norm:
+            for norm in ("q_norm", "k_norm"):
+                arrays.append(ArraySpec(f"{dest}.{norm}", f"{attn}.{norm}.weight", (config.head_dim,)))
     if not config.tie_word_embeddings:
         linears.append(LinearSpec("lm_head", (("lm_head", config.vocab_size),), hidden))
     return WeightMap(
@@ -83,8 +89,13 @@ def attention(
     heads = qkv.reshape(batch.num_tokens, n_heads + 2 * n_kv_heads, head_dim)
     q, k, v = heads[:, :n_heads], heads[:, n_heads : n_heads + n_kv_heads], heads[:, n_heads + n_kv_heads :]
     k_cache, v_cache = cache.k_cache[layer], cache.v_cache[layer]
-    q = ops.rope_kv_write(q, k, v, batch.rope_cos_sin, batch.slot_mapping, k_cache, v_cache)
-    out = attend(q, batch, k_cache, v_cache, head_dim**-0.5, config.sliding_window, ops)
+    place = (batch.rope_cos_sin, batch.slot_mapping, k_cache, v_cache)
+    if config.qk_norm:
+        q_norm, k_norm = weights.arrays[f"layers.{layer}.q_norm"], weights.arrays[f"layers.{layer}.k_norm"]
+        q = ops.qk_norm_rope_kv_write(q, k, v, q_norm, k_norm, config.rms_norm_eps, *place)
+    else:
+        q = ops.rope_kv_write(q, k, v, *place)
+    out = attend(q, batch, k_cache, v_cache, head_dim**-0.5, config.windows[layer], ops)
     return ops.linear(out.reshape(batch.num_tokens, -1), weights.linears[f"layers.{layer}.o_proj"])
 
 

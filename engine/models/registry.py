@@ -23,4 +23,6 @@ LLAMA = Architecture(llama.weight_map, llama.build)
 ARCHITECTURES: Mapping[str, Architecture] = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": LLAMA,
+    "Qwen2ForCausalLM": LLAMA,
+    "Qwen3ForCausalLM": LLAMA,
 }

@@ -165,7 +165,7 @@ def test_a_fault_in_the_rope_table_is_caught(old: str, new: str, monkeypatch: py
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("config.sliding_window, ops)", "None, ops)"),
+        ("config.windows[layer], ops)", "None, ops)"),
         ("head_dim**-0.5", "config.hidden_size**-0.5"),
         ("batch.block_table[num_decodes:],", "batch.block_table[: len(batch.block_table) - num_decodes],"),
         ('mlp_norm = Norm(weights.arrays[f"{dest}.post_attention', 'mlp_norm = Norm(weights.arrays[f"{dest}.input'),

@@ -45,9 +45,9 @@ def test_sizes_and_constants():
     assert (config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim) == (3, 4, 2, 48)
     assert (config.hidden_size, config.intermediate_size, config.vocab_size) == (128, 256, 1000)
     assert (config.rms_norm_eps, config.max_position_embeddings, config.dtype) == (1e-5, 2048, "bfloat16")
-    assert config.attention_bias
+    assert (config.qkv_bias, config.o_bias) == (True, True)
     assert not config.mlp_bias
-    assert config.sliding_window is None  # Llama has none, whatever its config.json says
+    assert config.windows == (None,) * 3  # Llama has none, whatever its config.json says
 
 
 def test_what_is_absent_or_null_follows_transformers():
@@ -63,16 +63,16 @@ def test_what_is_absent_or_null_follows_transformers():
         del config[key]
     read_config = model_config_from_hf(config, None, "config.json")
     assert (read_config.n_kv_heads, read_config.head_dim) == (4, 32)
-    assert (read_config.tie_word_embeddings, read_config.attention_bias, read_config.mlp_bias) == (False,) * 3
+    assert (read_config.tie_word_embeddings, read_config.qkv_bias, read_config.mlp_bias) == (False,) * 3
     assert read_config.rope == RopeConfig("default", 10000.0)
     assert read_config.dtype == "float32"
 
 
 def test_mistral_window_and_its_default():
     mistral = {"architectures": ["MistralForCausalLM"]}
-    assert read(**mistral, sliding_window=64).sliding_window == 64
-    assert read(**mistral, sliding_window=None).sliding_window is None
-    assert read(**mistral).sliding_window == 4096  # transformers' default where the key is absent
+    assert set(read(**mistral, sliding_window=64).windows) == {64}
+    assert set(read(**mistral, sliding_window=None).windows) == {None}
+    assert set(read(**mistral).windows) == {4096}  # transformers' default where the key is absent
     assert "sliding_window must be an integer of at least 1, found 0" in refusal(**mistral, sliding_window=0)
 
 

@@ -9,7 +9,7 @@ generate requests through the engine's loop with a pool of blocks too small for 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from conformance.case import Case, Inputs, Outputs
 from conformance.golden import model_inputs
-from conformance.golden_models import GOLDENS, golden_model, golden_prompts
+from conformance.golden_families import FAMILY_GOLDENS, family_model, family_prompts, family_tensors
+from conformance.golden_models import GOLDEN_SEED, GOLDENS, golden_model, golden_prompts
 from engine.api import GenerationRequest, SamplingParams
 from engine.batch import StepPlan, build_batch, token_positions
 from engine.build import build_engine
@@ -34,12 +35,16 @@ from engine.rope_table import RopeTable
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
 from engine.weights import Weights
+from ref.config import parse_config
 from ref.generate import generate
+from ref.model.fields import ModelConfig
 from ref.model.llama import LlamaConfig, llama
+from ref.model.registry import forward
 from ref.sampling import log_softmax
 
 Array = NDArray[Any]
 
+FAMILIES = ("qwen2", "qwen2_window", "qwen3", "qwen3_bias")  # of golden_families, those that the engine serves
 BLOCK_SIZE = 4
 NUM_BLOCKS = (
     28  # the three prompts of `generate` fit with 2 + 6 + 18 and a spare one each, their ends (4 + 8 + 20) do not
@@ -51,6 +56,7 @@ CHUNKS = {"whole": (1000, 1000, 1000), "chunks": (1, 8, 33), "decode": (1, 1, 1)
 def cases() -> list[Case]:
     found = [_forward(name, "chunks") for name in GOLDENS]
     found += [_forward("mistral", "whole"), _forward("llama3", "decode")]
+    found += [_family(name) for name in FAMILIES]
     return found + [_generate(name) for name in ("llama3", "dynamic", "mistral")]
 
 
@@ -65,18 +71,43 @@ def _forward(name: str, chunking: str) -> Case:
     )
 
 
-def _forward_reference(config: LlamaConfig, weights: Inputs, prompts: list[list[int]]) -> Outputs:
-    return {f"logits{i}": llama(config, weights, prompt) for i, prompt in enumerate(prompts)}
+def _family(name: str) -> Case:
+    """Forward of a model of another family, prompts in chunks."""
+    config = FAMILY_GOLDENS[name]
+    return Case(
+        stem="llama",  # the file of engine.models that has it
+        name=f"forward-{name}-chunks",
+        axes={"golden": name, "chunks": CHUNKS["chunks"]},
+        make_inputs=lambda seed: {
+            "config": parse_config(config),
+            "weights": family_tensors(config, GOLDEN_SEED),
+            "prompts": family_prompts(name),
+        },
+        reference=_forward_reference,
+        candidate=lambda ops, **inputs: _forward_candidate(
+            ops, name, inputs["prompts"], CHUNKS["chunks"], make_model=family_model
+        ),
+    )
 
 
-def _forward_candidate(ops: OpTable, name: str, prompts: Sequence[Sequence[int]], chunks: Sequence[int]) -> Outputs:
+def _forward_reference(config: ModelConfig, weights: Inputs, prompts: list[list[int]]) -> Outputs:
+    return {f"logits{i}": forward(config, weights, prompt) for i, prompt in enumerate(prompts)}
+
+
+def _forward_candidate(
+    ops: OpTable,
+    name: str,
+    prompts: Sequence[Sequence[int]],
+    chunks: Sequence[int],
+    make_model: Callable[[str, str], Path] = golden_model,
+) -> Outputs:
     block_table, num_blocks = _shuffled_blocks(prompts)
     with tempfile.TemporaryDirectory() as folder:
-        runner = _runner(golden_model(folder, name), ops, max(map(len, prompts)), num_blocks)
+        runner = _runner(make_model(folder, name), ops, max(map(len, prompts)), num_blocks)
     done = [0] * len(prompts)
     logits: list[list[Array]] = [[] for _ in prompts]
     while any(num_done < len(prompt) for num_done, prompt in zip(done, prompts, strict=True)):
-        counts = [min(chunk, len(prompt) - n) for chunk, prompt, n in zip(chunks, prompts, done, strict=True)]
+        counts = [min(chunk, len(prompt) - n) for chunk, prompt, n in zip(chunks, prompts, done, strict=False)]
         rows = sorted((i for i, count in enumerate(counts) if count), key=lambda i: counts[i] > 1)  # decodes first
         plan = _plan(rows, prompts, done, counts, block_table, runner.rope)
         rope_rows = runner.rope.rows(token_positions(plan), np.repeat(plan.rope_lens, np.diff(plan.cu_seqlens_q)))

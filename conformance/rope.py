@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,8 +11,7 @@ from numpy.typing import NDArray
 
 from conformance.case import Case, Inputs, Kept, Outputs
 from conformance.inputs import guarded, normal
-from engine.ops import OpTable
-from ref.rope import rope_cos_sin, rope_inv_freq, rope_kv_write
+from ref.rope import qk_norm_rope_kv_write, rope_cos_sin, rope_inv_freq, rope_kv_write
 
 Array = NDArray[Any]
 
@@ -27,6 +27,7 @@ SHAPES = {  # num_tokens, n_heads, n_kv_heads, head_dim, block_size
 
 def cases() -> list[Case]:
     found = [_case(name, *shape) for name, shape in SHAPES.items()]
+    found += [_case(f"qk-norm-{name}", *SHAPES[name], qk_norm=True) for name in ("one-token", "gqa", "mqa")]
     padding = "a CPU step has no padding: every token has a slot"
     return [*found, _case("padding", *SHAPES["gqa"], num_padding=5, skip={"cpu": padding})]
 
@@ -39,6 +40,7 @@ def _case(
     head_dim: int,
     block_size: int,
     num_padding: int = 0,
+    qk_norm: bool = False,
     skip: dict[str, str] | None = None,
 ) -> Case:
     axes = {
@@ -53,9 +55,9 @@ def _case(
         stem="rope",
         name=name,
         axes=axes,
-        make_inputs=partial(_inputs, **axes),
-        reference=_reference,
-        candidate=_candidate,
+        make_inputs=partial(_qk_norm_inputs if qk_norm else _inputs, **axes),
+        reference=partial(_run, qk_norm_rope_kv_write if qk_norm else rope_kv_write),
+        candidate=lambda ops, **inputs: _run(ops.qk_norm_rope_kv_write if qk_norm else ops.rope_kv_write, **inputs),
         changes=("k_cache", "v_cache"),
         disturb=_disturb,
         skip=skip or {},
@@ -84,13 +86,16 @@ def _inputs(
     }
 
 
-def _reference(k_cache: Array, v_cache: Array, **inputs: Array) -> Outputs:
-    q = rope_kv_write(**inputs, k_cache=k_cache, v_cache=v_cache)
-    return {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+def _qk_norm_inputs(seed: int, head_dim: int, **axes: int) -> Inputs:
+    """The same, and norms of the heads with an eps that matters."""
+    rng = np.random.default_rng(seed + 1)
+    inputs = _inputs(seed, head_dim=head_dim, **axes)
+    weights = {name: normal(rng, head_dim) for name in ("q_weight", "k_weight")}
+    return {name: inputs[name] for name in ("q", "k", "v")} | weights | {"eps": 0.1} | inputs
 
 
-def _candidate(ops: OpTable, k_cache: Array, v_cache: Array, **inputs: Array) -> Outputs:
-    q = ops.rope_kv_write(**inputs, k_cache=k_cache, v_cache=v_cache)
+def _run(op: Callable[..., Array], k_cache: Array, v_cache: Array, **inputs: Array) -> Outputs:
+    q = op(**inputs, k_cache=k_cache, v_cache=v_cache)
     return {"q": q, "k_cache": k_cache, "v_cache": v_cache}
 
 

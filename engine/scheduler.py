@@ -179,9 +179,16 @@ class Scheduler:
         return waiting
 
     def _waits_for_sibling(self, seq: Sequence) -> bool:
-        """Choices of one request wait until the first has computed the prompt, then share its blocks."""
+        """Choices of one request wait until the first has computed the prompt, then share its blocks.
+
+        If the prompt's logprobs are asked for, the first reports them before any other choice says anything.
+        """
         first = seq.first_sibling
-        if first is None or not self.blocks.enable_prefix_caching or first.state is SequenceState.FINISHED:
+        if first is None or first.state is SequenceState.FINISHED:
+            return False
+        if seq.request.sampling.prompt_logprobs is not None and not first.reported:
+            return True
+        if not self.blocks.enable_prefix_caching:
             return False
         return first.num_computed < first.num_prompt and first.num_preemptions == 0
 

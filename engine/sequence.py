@@ -79,6 +79,9 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """True until every prompt position has its entry; such a prefill reads nothing from the prefix cache."""
-        asked = self.request.sampling.prompt_logprobs is not None and not self.reported
+        """True until every prompt position has its entry; such a prefill reads nothing from the prefix cache.
+
+        The first choice computes them for all.
+        """
+        asked = self.request.sampling.prompt_logprobs is not None and self.first_sibling is None and not self.reported
         return asked and len(self.prompt_logprobs or ()) < self.num_prompt

@@ -125,6 +125,9 @@ ATTENTION = mutants(
 )
 ROPE = mutants(
     "rope",
+    ("qk_norm_rope_kv_write", "mean over the heads", "np.float32(x.shape[2])", "np.float32(x.shape[1])"),
+    ("qk_norm_rope_kv_write", "no eps", "np.sqrt(mean_square + np.float32(eps))", "np.sqrt(mean_square)"),
+    ("qk_norm_rope_kv_write", "norm of k for q", "_head_norm(q, q_weight", "_head_norm(q, k_weight"),
     ("rope_kv_write", "turns the other way", "-= second * sin", "+= second * sin"),
     ("rope_kv_write", "keys stored without rotation", "[slot_mapping] = _rotate(k, cos_sin)", "[slot_mapping] = k"),
     ("rope_kv_write", "values in the slots of other tokens", "[slot_mapping] = v", "[slot_mapping[::-1]] = v"),

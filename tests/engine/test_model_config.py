@@ -76,6 +76,32 @@ def test_mistral_window_and_its_default():
     assert "sliding_window must be an integer of at least 1, found 0" in refusal(**mistral, sliding_window=0)
 
 
+QWEN2: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 3}
+QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 3}
+WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8}
+
+
+def test_qwen_biases_and_norms() -> None:
+    """Qwen2 has a bias on q, k and v whatever the file says; Qwen3 has norms, and biases only if it says so."""
+    two, three = read(**QWEN2), read(**QWEN3)
+    assert (two.qkv_bias, two.o_bias, two.qk_norm) == (True, False, False)
+    assert (three.qkv_bias, three.o_bias, three.qk_norm) == (False, False, True)
+    biased = read(**QWEN3, attention_bias=True)
+    assert (biased.qkv_bias, biased.o_bias) == (True, True)
+    config = llama_config(**QWEN3)
+    assert model_config_from_hf(config, None, "config.json").head_dim == 128  # transformers' default
+
+
+def test_qwen_windows_by_layer() -> None:
+    assert read(**QWEN2, sliding_window=8).windows == (None,) * 3  # off unless use_sliding_window says so
+    assert read(**QWEN2, **WINDOW).windows == (None,) * 3  # max_window_layers is 28
+    assert read(**QWEN2, **WINDOW, max_window_layers=1).windows == (None, 8, 8)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert read(**QWEN3, **WINDOW, layer_types=kinds).windows == (8, None, 8)
+    for wrong in (kinds[:2], ["full", "full", "full"], "full_attention"):
+        assert "layer_types must name" in refusal(**QWEN3, **WINDOW, layer_types=wrong)
+
+
 @pytest.mark.parametrize("scaling", [None, LINEAR, {"type": "dynamic", "factor": 2.0}, LLAMA3])
 def test_both_forms_of_config_json_mean_the_same(scaling: dict[str, Any] | None):
     config = llama_config(rope_theta=5e5, rope_scaling=scaling, torch_dtype="float16")

@@ -10,7 +10,7 @@ import pytest
 from conformance.golden_models import rand_model
 from engine.blocks import BlockManager
 from engine.faults import Faults
-from engine.loop import Engine
+from engine.loop import Engine, drain
 from ref.checkpoint import read_checkpoint
 from ref.config import read_config
 from ref.model.llama import llama
@@ -194,15 +194,17 @@ def test_prompt_logprobs_of_one_token_are_one_none(folder: Path) -> None:
     assert cold(folder, [5], prompt_logprobs=3).prompt_logprobs == [None]
 
 
-def test_every_choice_has_the_prompt_logprobs(folder: Path) -> None:
-    engine = tiny_engine(folder, max_num_batched_tokens=10)
-    outputs = run(engine, request("a", ids(21), n=3, temperature=1.0, seed=1, prompt_logprobs=0))
-    first = outputs["a"].prompt_logprobs
-    assert first is not None
-    for name in ("a/1", "a/2"):
-        found = outputs[name].prompt_logprobs
-        assert found is not None
-        assert_prompt_logprobs(first, found)
+@pytest.mark.parametrize("caching", [True, False])
+def test_the_first_choice_has_the_prompt_logprobs_of_all(folder: Path, caching: bool) -> None:
+    """Its event comes before any of the others', which read the prompt's blocks from the cache if there is one."""
+    engine = tiny_engine(folder, max_num_batched_tokens=10, enable_prefix_caching=caching)
+    engine.add(request("a", ids(21), n=3, temperature=1.0, seed=1, prompt_logprobs=0))
+    events = list(drain(engine))
+    assert events[0].index == 0
+    assert len(events[0].prompt_logprobs or ()) == 21
+    assert all(event.prompt_logprobs is None for event in events[1:])
+    cached = {event.index: event.num_cached_tokens for event in events}
+    assert cached == ({0: 0, 1: 20, 2: 20} if caching else {0: 0, 1: 0, 2: 0})
 
 
 # ---- rope tables of their own

@@ -49,7 +49,7 @@ def test_config(tmp_path: Path, tensors: dict[str, np.ndarray]):
         architecture="LlamaForCausalLM", n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, hidden_size=64,
         intermediate_size=96, vocab_size=GGUF_VOCAB, max_position_embeddings=128,
         rms_norm_eps=float(np.float32(1e-5)), rope=RopeConfig(), tie_word_embeddings=True, bos_token_id=1,
-        eos_token_ids=(2, 7),
+        windows=(None, None), eos_token_ids=(2, 7),
     )  # fmt: skip
 
 

@@ -152,6 +152,7 @@ class AsyncEngineClient:
         self._send(Submit(request))
         streams = {index: self._stream(request) for index in range(request.sampling.n)}
         engine_done: set[int] = set()
+        outcome = "abort"  # of choices that have not ended when the reader leaves
         try:
             while streams:
                 for event in await self._next_events(mailbox):
@@ -168,8 +169,11 @@ class AsyncEngineClient:
                             self._send(Abort(request.request_id, event.index))
                             engine_done.add(event.index)
                     yield delta
+        except GlintError:
+            outcome = "error"
+            raise
         finally:
-            self._close(request, engine_done)
+            self._close(request, engine_done, outcome)
 
     # ---- inside
 
@@ -208,11 +212,11 @@ class AsyncEngineClient:
             mailbox.error = mailbox.error or error
             mailbox.wakeup.set()
 
-    def _close(self, request: GenerationRequest, engine_done: set[int]) -> None:
+    def _close(self, request: GenerationRequest, engine_done: set[int], outcome: str) -> None:
         mailbox = self._mailboxes.pop(request.request_id)
         if len(engine_done) < request.sampling.n and not isinstance(mailbox.error, RequestError | CapacityError):
             self._send(Abort(request.request_id))
-        self._metrics.on_close(request.request_id, "abort" if mailbox.error is None else "error")
+        self._metrics.on_close(request.request_id, outcome)
 
     def _send(self, message: ToEngine) -> None:
         with contextlib.suppress(ConnectionError):  # the reader notices a dead engine and ends all requests

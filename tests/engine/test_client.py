@@ -182,6 +182,7 @@ def test_a_choice_that_fails_ends_the_request(fields: dict[str, Any], error: typ
         with pytest.raises(error):
             await first
         assert wire.aborts == [Abort(wire.request_id)]
+        assert outcomes(client) == ({"error": 2} if error is RequestFailedError else {"abort": 1, "error": 1})
 
     play(scenario)
 

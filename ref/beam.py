@@ -73,8 +73,8 @@ def _select(beams: Beams, rows: NDArray[np.intp]) -> Beams:
 def beam_score(score: Array, length: int, length_penalty: float = 1.0) -> Array:
     """What finished texts are compared by: score / length^length_penalty.
 
-    length counts generated tokens, EOS included. A penalty of 0 compares plain sums, which favours short texts; 1 means.
-    score is [...] and so is the answer.
+    length counts generated tokens, EOS included. With a penalty of 0 sums are compared, which favours short texts; with
+    1 means are. score is [...] and so is the answer.
     """
     normalized: Array = score / score.dtype.type(length**length_penalty)
     return normalized

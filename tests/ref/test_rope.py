@@ -76,6 +76,12 @@ def test_yarn_edges_that_meet_or_cross(length: int, share: list[float]) -> None:
     np.testing.assert_allclose(yarn(length=length), 10.0 ** (-np.arange(4) / 4) * share, rtol=1e-14)
 
 
+def test_yarn_far_edge_lies_no_further_than_the_head_is_wide() -> None:
+    """5000 tokens: 400 turns are pair 1.19, down to 1; 1 turn is pair 11.6, cut to 8 − 1; of 6 steps two are seen."""
+    expected = 10.0 ** (-np.arange(4) / 4) * [1, 1, 1 - 1 / 6 * 3 / 4, 1 - 2 / 6 * 3 / 4]
+    np.testing.assert_allclose(yarn(length=5000, beta_fast=400.0), expected, rtol=1e-14)
+
+
 @pytest.mark.parametrize(
     ("mscales", "expected"),
     [

@@ -170,8 +170,50 @@ FAMILY_GOLDENS: dict[str, Config] = {
             "original_max_position_embeddings": 16,
         },
     },
+    "qwen1": {
+        **{key: value for key, value in _BASE.items() if key not in ("rms_norm_eps", "rope_theta", "rope_scaling")},
+        "architectures": ["QWenLMHeadModel"],
+        "model_type": "qwen",
+        "num_key_value_heads": 4,
+        "layer_norm_epsilon": 1e-6,
+        "rotary_emb_base": 10000,
+        "seq_length": 64,
+        "no_bias": True,
+        "use_logn_attn": True,
+        "use_dynamic_ntk": True,
+    },
+    "cpm1": {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": 128,
+        "n_embd": 48,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "activation_function": "gelu_new",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "float32",
+    },
+    "cpm_ant": {
+        "architectures": ["CpmAntForCausalLM"],
+        "model_type": "cpmant",
+        "vocab_size": 128,
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "dim_head": 12,
+        "dim_ff": 64,
+        "position_bias_num_buckets": 16,
+        "position_bias_max_distance": 20,
+        "prompt_types": 4,
+        "prompt_length": 3,
+        "segment_types": 4,
+        "torch_dtype": "float32",
+    },
 }
-TABLE_CHANGES = ("minicpm3",)  # models whose rope table depends on the length: no greedy ids are stored
+# models without stored greedy ids: their logits of earlier tokens change as the sequence grows
+TABLE_CHANGES = ("minicpm3", "cpm_ant")
 
 
 def family_model(folder: str | Path, name: str) -> Path:
@@ -194,7 +236,7 @@ def family_tensors(config: Config, seed: int) -> Tensors:
 def _tensor(seed: int, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
     """Spread so that no part of a model is without say: norms near 1, scores and logits of a few units."""
     kind = name.rsplit(".", 2)[-2:]
-    if "norm" in kind[0] and kind[1] == "weight":
+    if ("norm" in kind[0] or kind[0].startswith("ln_")) and kind[1] == "weight":
         return 1 + uniform_tensor(seed, name, shape, 0.2)
     if len(shape) == 1:
         return uniform_tensor(seed, name, shape, 0.1 if "correction" in name else 0.3)

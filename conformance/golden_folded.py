@@ -3,6 +3,7 @@
     MiniCPM 1, 2   → Llama: each scale is linear, so it moves into the weight before or after it
     MiniCPM MoE    → Mixtral, likewise
     DeepSeekMoE    → Qwen2-MoE, whose shared expert's gate of zeros is σ(0) = 1/2, with twice the down_proj
+    Qwen 1         → Qwen2, with c_attn cut in three and other names; only for prompts of up to seq_length
 
 What this cannot check is that the scales stand where the published code has them: that was compared by reading
 (the MiniCPM models of vLLM).
@@ -72,8 +73,44 @@ def fold_deepseek_moe(config: Config, tensors: Tensors) -> tuple[Config, Tensors
     return {**config, **changes}, folded
 
 
+def fold_qwen1(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    """w2 gates w1."""
+    names = {
+        "transformer.wte": "model.embed_tokens",
+        "transformer.ln_f": "model.norm",
+        "transformer.h.": "model.layers.",
+        ".attn.c_proj": ".self_attn.o_proj",
+        ".mlp.w1": ".mlp.up_proj",
+        ".mlp.w2": ".mlp.gate_proj",
+        ".mlp.c_proj": ".mlp.down_proj",
+        ".ln_1": ".input_layernorm",
+        ".ln_2": ".post_attention_layernorm",
+    }
+    folded: Tensors = {}
+    for name, tensor in tensors.items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        if ".attn.c_attn" in name:
+            for part, rows in zip(("q_proj", "k_proj", "v_proj"), np.split(tensor, 3), strict=True):
+                folded[name.replace("attn.c_attn", f"self_attn.{part}")] = rows
+        else:
+            folded[name] = tensor
+    changes: Config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "intermediate_size": config["intermediate_size"] // 2,
+        "rms_norm_eps": config["layer_norm_epsilon"],
+        "rope_theta": config["rotary_emb_base"],
+    }
+    return {**config, **changes}, folded
+
+
 def _scaled(tensor: np.ndarray, scale: float) -> np.ndarray:
     return (tensor.astype(np.float64) * scale).astype(np.float32)
 
 
-FOLDS = {"MiniCPMForCausalLM": fold_minicpm, "DeepseekForCausalLM": fold_deepseek_moe}
+FOLDS = {
+    "MiniCPMForCausalLM": fold_minicpm,
+    "DeepseekForCausalLM": fold_deepseek_moe,
+    "QWenLMHeadModel": fold_qwen1,
+}

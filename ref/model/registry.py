@@ -7,7 +7,19 @@ from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import ArrayLike, NDArray
 
-from ref.model import command_r, deepseek, deepseek_moe, llama, minicpm, mixtral, qwen, qwen_moe
+from ref.model import (
+    command_r,
+    cpm1,
+    cpm_ant,
+    deepseek,
+    deepseek_moe,
+    llama,
+    minicpm,
+    mixtral,
+    qwen,
+    qwen1,
+    qwen_moe,
+)
 from ref.model.cache import Cache
 from ref.model.fields import Config, ModelConfig
 from ref.model.run import Shapes, Trace, Weights
@@ -43,6 +55,9 @@ DEEPSEEK = Family(deepseek.read_deepseek, deepseek.weight_shapes, deepseek.deeps
 COMMAND_R = Family(command_r.read_command_r, command_r.weight_shapes, command_r.command_r)
 MINICPM = Family(minicpm.read_minicpm, minicpm.weight_shapes, minicpm.minicpm)
 MINICPM3 = Family(minicpm.read_minicpm3, minicpm.minicpm3_weight_shapes, minicpm.minicpm3)
+QWEN1 = Family(qwen1.read_qwen1, qwen1.weight_shapes, qwen1.qwen1)
+CPM1 = Family(cpm1.read_cpm1, cpm1.weight_shapes, cpm1.cpm1)
+CPM_ANT = Family(cpm_ant.read_cpm_ant, cpm_ant.weight_shapes, cpm_ant.cpm_ant)
 
 FAMILIES = {
     "LlamaForCausalLM": LLAMA,
@@ -58,6 +73,9 @@ FAMILIES = {
     "CohereForCausalLM": COMMAND_R,
     "MiniCPMForCausalLM": MINICPM,
     "MiniCPM3ForCausalLM": MINICPM3,
+    "QWenLMHeadModel": QWEN1,
+    "GPT2LMHeadModel": CPM1,
+    "CpmAntForCausalLM": CPM_ANT,
 }
 
 

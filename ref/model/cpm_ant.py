@@ -1,0 +1,168 @@
+"""CPM-Ant (the line of CPM-2 and 3): scores get a bias by distance or by segment, and soft prompts come first.
+
+Source: the OpenBMB CPM-Live project; T5 (Raffel et al. 2020) for the buckets of distance. Checked against
+CpmAntForCausalLM of transformers.
+
+Before the tokens stand prompt_length learned vectors, segment 0; tokens are segment 2. As transformers runs it, the
+whole input is context: every token sees every other, later ones too, so a longer input changes all logits. So there
+is no pass with a cache here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ref.activation import gate_up_act
+from ref.embedding import embedding
+from ref.model.cache import Cache
+from ref.model.fields import Config, ModelConfig, RopeConfig, integer, number
+from ref.model.run import Run, Shapes, Trace, Weights
+from ref.numerics import softmax
+
+Array = NDArray[Any]
+
+PROMPT_TYPE, PROMPT_SEGMENT, TOKEN_SEGMENT = 2, 0, 2  # the prompt vectors in use, and the two segments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpmAntConfig(ModelConfig):
+    prompt_types: int
+    prompt_length: int
+    segment_types: int
+    num_buckets: int
+    max_distance: int
+
+
+def read_cpm_ant(config: Config) -> CpmAntConfig:
+    """CpmAntForCausalLM; the defaults are those of transformers. Nothing rotates, so rope stays empty."""
+    n_heads = integer(config, "num_attention_heads", 32)
+    eos = config.get("eos_token_id")
+    return CpmAntConfig(
+        architecture="CpmAntForCausalLM",
+        n_layers=integer(config, "num_hidden_layers", 48),
+        n_heads=n_heads,
+        n_kv_heads=n_heads,
+        head_dim=integer(config, "dim_head", 128),
+        hidden_size=integer(config, "hidden_size", 4096),
+        intermediate_size=integer(config, "dim_ff", 10240),
+        vocab_size=integer(config, "vocab_size", 30720),
+        max_position_embeddings=integer(config, "position_bias_max_distance", 2048),
+        norm_eps=number(config, "eps", 1e-6),
+        rope=RopeConfig(),
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        prompt_types=integer(config, "prompt_types", 32),
+        prompt_length=integer(config, "prompt_length", 32),
+        segment_types=integer(config, "segment_types", 32),
+        num_buckets=integer(config, "position_bias_num_buckets", 512),
+        max_distance=integer(config, "position_bias_max_distance", 2048),
+    )
+
+
+def weight_shapes(config: CpmAntConfig) -> Shapes:
+    """Name and shape of every tensor that the model reads."""
+    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.n_heads * config.head_dim
+    shapes: Shapes = {
+        "cpmant.input_embedding.weight": (config.vocab_size + config.prompt_types * config.prompt_length, hidden),
+        "cpmant.segment_embedding.weight": (config.segment_types, hidden),
+        "cpmant.position_bias.relative_attention_bias": (config.segment_types**2 + config.num_buckets, config.n_heads),
+        "cpmant.encoder.output_layernorm.weight": (hidden,),
+        "lm_head.weight": (config.vocab_size, hidden),
+    }
+    for layer in range(config.n_layers):
+        key = f"cpmant.encoder.layers.{layer}"
+        shapes |= {f"{key}.self_att.self_attention.project_{x}.weight": (heads, hidden) for x in "qkv"}
+        shapes |= {
+            f"{key}.self_att.layernorm_before_attention.weight": (hidden,),
+            f"{key}.self_att.self_attention.attention_out.weight": (hidden, heads),
+            f"{key}.ffn.layernorm_before_ffn.weight": (hidden,),
+            f"{key}.ffn.ffn.w_in.w_0.weight": (inner, hidden),
+            f"{key}.ffn.ffn.w_in.w_1.weight": (inner, hidden),
+            f"{key}.ffn.ffn.w_out.weight": (hidden, inner),
+        }
+    return shapes
+
+
+def cpm_ant(
+    config: CpmAntConfig,
+    weights: Weights,
+    token_ids: ArrayLike,
+    *,
+    storage: str | None = None,
+    trace: Trace | None = None,
+    cache: Cache | None = None,
+) -> Array:
+    """Logits [num_tokens, vocab_size]; arguments as in ref.model.llama.llama, but there must be no cache.
+
+    Raises ValueError for id 0 too, which is padding, and for a cache.
+    """
+    if cache is not None:
+        raise ValueError("CPM-Ant looks at all tokens both ways: run the whole sequence, without a cache")
+    run = Run(weight_shapes(config), weights, token_ids, storage, trace)
+    if (run.token_ids == 0).any():
+        raise ValueError("token id 0 is padding in CPM-Ant; leave it out")
+    num_prompt, eps = config.prompt_length, config.norm_eps
+    table = run.weights["cpmant.input_embedding.weight"]
+    first = config.vocab_size + PROMPT_TYPE * num_prompt
+    tokens = embedding(run.token_ids, table[: config.vocab_size])
+    rows = np.concatenate([table[first : first + num_prompt], tokens])  # [num_prompt + num_tokens, hidden_size]
+    segments = np.concatenate([np.full(num_prompt, PROMPT_SEGMENT), np.full(len(run.token_ids), TOKEN_SEGMENT)])
+    bias = position_bias(config, segments, run.weights["cpmant.position_bias.relative_attention_bias"])
+    residual = run.step("cpmant.embedding", rows + run.weights["cpmant.segment_embedding.weight"][segments])
+    for layer in range(config.n_layers):
+        key = f"cpmant.encoder.layers.{layer}"
+        hidden = run.rmsnorm(f"{key}.self_att.layernorm_before_attention", residual, eps)
+        attended = run.step(f"{key}.attn_out", _attention(config, run, f"{key}.self_att.self_attention", hidden, bias))
+        residual = run.step(f"{key}.attn_residual", residual + attended)
+        hidden = run.rmsnorm(f"{key}.ffn.layernorm_before_ffn", residual, eps)
+        gate, up = run.linear(f"{key}.ffn.ffn.w_in.w_0", hidden), run.linear(f"{key}.ffn.ffn.w_in.w_1", hidden)
+        inner = run.step(f"{key}.ffn.ffn.w_in", gate_up_act(np.concatenate([gate, up], axis=-1), "gelu"))
+        fed = run.step(f"{key}.mlp_out", run.linear(f"{key}.ffn.ffn.w_out", inner))
+        residual = run.step(f"{key}.residual", residual + fed)
+    hidden = run.rmsnorm("cpmant.encoder.output_layernorm", residual[num_prompt:], eps)
+    return run.step("logits", hidden @ run.weights["lm_head.weight"].T)
+
+
+def _attention(config: CpmAntConfig, run: Run, key: str, hidden: Array, bias: Array) -> Array:
+    """softmax(q·k / √head_dim + bias) v over all keys: hidden [n, hidden_size], bias [n_heads, n, n]."""
+    heads = (len(hidden), config.n_heads, config.head_dim)
+    q, k, v = (run.linear(f"{key}.project_{x}", hidden).reshape(heads) for x in "qkv")
+    scores = np.einsum("qhd,khd->hqk", q, k) * q.dtype.type(config.head_dim**-0.5) + bias
+    out = run.step(f"{key}.attention", np.einsum("hqk,khd->qhd", softmax(scores), v))
+    return run.linear(f"{key}.attention_out", out.reshape(len(hidden), config.n_heads * config.head_dim))
+
+
+def position_bias(config: CpmAntConfig, segments: NDArray[np.int64], table: Array) -> Array:
+    """What is added to scores: [n_heads, n, n], query by key.
+
+    Args:
+        segments: [n].
+        table: [num_buckets + segment_types², n_heads]: first a row for each bucket of distance, used within a
+            segment; then one for each pair (segment of the query, segment of the key).
+    """
+    query, key = segments[:, None], segments[None, :]
+    places = np.arange(len(segments))
+    near = position_bucket(places[None, :] - places[:, None], config.num_buckets, config.max_distance)
+    rows = np.where(query == key, near, config.num_buckets + query * config.segment_types + key)
+    return np.moveaxis(table[rows], -1, 0)
+
+
+def position_bucket(distance: NDArray[np.int64], num_buckets: int, max_distance: int) -> NDArray[np.int64]:
+    """Half of the buckets for keys up to the query, half for later ones; in each half a quarter of num_buckets
+    distances of their own, then wider and wider steps, by the logarithm, up to max_distance.
+
+    Args:
+        distance: key minus query, any shape.
+    Returns:
+        numbers from 0 to num_buckets − 1, shape of distance.
+    """
+    half, exact = num_buckets // 2, num_buckets // 4
+    away = np.abs(distance)
+    steps = np.log(np.maximum(away, 1) / exact) / math.log(max_distance / exact) * (half - exact)
+    wide = np.minimum(exact + steps.astype(np.int64), half - 1)
+    return np.where(distance > 0, half, 0) + np.where(away < exact, away, wide)

@@ -77,7 +77,7 @@ format: $(TEST_READY)
 	$(PY) -m ruff format .
 
 clean:
-	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(SERVE_READY): EXTRAS := $(CUDA_EXTRA)

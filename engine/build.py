@@ -55,13 +55,15 @@ def build_engine(config: EngineConfig, faults: Faults | None = None, progress: b
         raise ConfigError("--device cuda: the GPU kernels are not there yet; use --device cpu")
     if has_nvidia_driver():
         logger.warning("there is an NVIDIA GPU here, but the GPU kernels are not there yet: this model runs on the CPU")
+    num_threads = config.num_threads or usable_cores()
+    logger.info("device cpu, float32, %d threads", num_threads)
     source = resolve(config.model)
     model_config = load_model_config(source)
     logger.info("%s: %s", source.name, summary(model_config))
     max_model_len = _max_model_len(config, model_config)
     architecture = ARCHITECTURES[model_config.architecture]
     threadpool_limits(1, user_api="blas")  # the threads are those of engine.cpu.team
-    ops = cpu_ops(config.num_threads or usable_cores())
+    ops = cpu_ops(num_threads)
     weight_map = architecture.weight_map(model_config)
     weights = _prepare(
         load_weights(source, weight_map, seed=config.seed, progress=progress, load_format=config.load_format), ops

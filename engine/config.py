@@ -84,7 +84,7 @@ class EngineConfig:
     max_waiting: int = 2048  # requests in the queue before 429
     max_logprobs: int = 20
     enable_prefix_caching: bool = True
-    num_threads: int | None = None  # BLAS threads; None: the cores this process may use
+    num_threads: int | None = None  # of matrix products; None: the cores that this process may use
     api_key: tuple[str, ...] = field(default=(), repr=False)  # secret: never in a log
     root_path: str = ""
     allowed_origins: tuple[str, ...] = ()  # web pages that may call the server from a browser

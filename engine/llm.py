@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from engine.api import (
     FinishReason,
@@ -26,6 +26,7 @@ from engine.checkpoint.text import load_text
 from engine.config import EngineConfig
 from engine.detokenizer import TextStream
 from engine.errors import RequestError, RequestFailedError
+from engine.options import config_from_keywords
 from engine.text import default_sampling, require_tokenizer, with_bad_words
 
 __all__ = ["LLM", "Completion", "RequestOutput", "SamplingParams"]
@@ -65,15 +66,23 @@ class RequestOutput:
 
 
 class LLM:
-    """A model in this process. Keyword arguments are the fields of EngineConfig, which are engine.serve's flags."""
+    """A model in this process. Keyword arguments are engine.serve's flags with underscores."""
 
     def __init__(self, model: str = "starter", **options: Any) -> None:
         """
         Raises:
             ConfigError, CheckpointError: the model cannot be served.
         """
-        config = EngineConfig(model=model, **options)
-        config.validate()
+        self._start(config_from_keywords(model=model, **options))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        """The same for a config that has been validated."""
+        llm = cls.__new__(cls)
+        llm._start(config)
+        return llm
+
+    def _start(self, config: EngineConfig) -> None:
         built = build_engine(config)
         self.engine = built.engine
         self.info = built.info

@@ -68,11 +68,11 @@ OPTIONS = (
     Option("api_key", texts, "keys of which a client must send one; without any, everybody may ask", metavar="KEY"),
     Option("allowed_origins", texts, "origins of web pages that may call the server (CORS); none", metavar="ORIGIN"),
     Option("chat_template", text, "a Jinja chat template or the file of one, in place of the model's"),
-    Option("device", text, "where the model runs", metavar="auto|cuda|cpu"),
+    Option("device", text, "where the model runs; cuda is refused for now", metavar="auto|cuda|cpu"),
     Option(
         "dtype",
         text,
-        "type of weights that are not quantized and of activations; auto on a CPU is float32",
+        "type of weights and activations; a CPU takes only float32, which is auto there",
         metavar="auto|float32|bfloat16|float16",
     ),
     Option("load_format", text, "dummy fills the weights from the seed instead of the files", metavar="auto|dummy"),
@@ -170,7 +170,9 @@ def _typed(value: object) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
-def parse_args(argv: Sequence[str], prog: str = "python -m engine.serve") -> EngineConfig:
+def parse_args(
+    argv: Sequence[str], prog: str = "python -m engine.serve", other_flags: Sequence[str] = ()
+) -> EngineConfig:
     """Command line (without the program's name) → a valid EngineConfig. --help prints and raises SystemExit(0).
 
     Raises:
@@ -179,14 +181,32 @@ def parse_args(argv: Sequence[str], prog: str = "python -m engine.serve") -> Eng
     given, unknown = _make_parser(prog).parse_known_args([_with_dashes(argument) for argument in argv])
     command_line = vars(given)
     file = command_line.pop("config")
-    problems = _unknown_arguments(unknown)
+    problems = _unknown_arguments(unknown, other_flags)
     values: dict[str, Any] = {}
     if file is not None:
         values = _convert_all(_read_config_file(Path(file), problems), problems, f" in {file}")
     values |= _convert_all(command_line, problems)
+    return _checked(values, problems)
+
+
+def config_from_keywords(**keywords: object) -> EngineConfig:
+    """The same for callers in Python: LLM(model, max_model_len=4096). Names are the flags with underscores.
+
+    Raises:
+        ConfigError: with all that is wrong, one a line.
+    """
+    problems: list[str] = []
+    known = {name: value for name, value in keywords.items() if name in _BY_NAME}
+    for name in keywords.keys() - known.keys():
+        near = difflib.get_close_matches(name, _BY_NAME, n=1)
+        problems.append(f"{name} is no option" + (f"; did you mean {near[0]}?" if near else ""))
+    return _checked(_convert_all(known, problems), problems)
+
+
+def _checked(values: Mapping[str, Any], problems: list[str]) -> EngineConfig:
+    """The config of these values; raises ConfigError with the problems so far and those of the values."""
     config = EngineConfig(**values)
-    if not problems:
-        problems = [f"{_BY_NAME[name].flag} {problem}" for name, problem in config.problems()]
+    problems += [f"{_BY_NAME[name].flag} {problem}" for name, problem in config.problems()]
     if problems:
         raise ConfigError("\n".join(problems))
     return config
@@ -218,7 +238,7 @@ def _convert_all(raw: Mapping[str, object], problems: list[str], where: str = ""
     return values
 
 
-def _unknown_arguments(arguments: Sequence[str]) -> list[str]:
+def _unknown_arguments(arguments: Sequence[str], other_flags: Sequence[str]) -> list[str]:
     """What to say about each flag that argparse did not know, and about values that belong to none."""
     problems = []
     after_flag = False
@@ -226,18 +246,18 @@ def _unknown_arguments(arguments: Sequence[str]) -> list[str]:
         flag = argument.partition("=")[0]
         if flag.startswith("-") and not re.fullmatch(r"-[\d.]+", flag):
             after_flag = True
-            problems.append(_unknown_flag(flag))
+            problems.append(_unknown_flag(flag, other_flags))
         elif not after_flag:
             problems.append(f"{argument!r} belongs to no flag; a model is given by --model {argument}")
     return problems
 
 
-def _unknown_flag(flag: str) -> str:
+def _unknown_flag(flag: str, other_flags: Sequence[str]) -> str:
     name = re.sub("^(--no-|-+)", "", flag)
     if name in LACKING:
         reason = LACKING[name]
         return f"{flag} is a vLLM flag that Glint does not have" + (f": {reason}" if reason else "")
-    near = difflib.get_close_matches(flag, [*_BY_SPELLING, CONFIG_FLAG, "--help"], n=1)
+    near = difflib.get_close_matches(flag, [*other_flags, *_BY_SPELLING, CONFIG_FLAG, "--help"], n=1)
     return f"{flag} is not a flag" + (f"; did you mean {near[0]}?" if near else "; --help lists the flags")
 
 
@@ -264,7 +284,7 @@ def _read_config_file(path: Path, problems: list[str]) -> dict[str, object]:
         if key == "config":
             problems.append(f"a config file cannot name another (key 'config' in {path})")
         elif option is None:
-            problems.append(f"{_unknown_flag('--' + key.replace('_', '-'))} (key {key!r} in {path})")
+            problems.append(f"{_unknown_flag('--' + key.replace('_', '-'), ())} (key {key!r} in {path})")
         elif option.name in values:
             problems.append(f"{option.flag} is given twice in {path}, the second time as {key!r}")
         else:

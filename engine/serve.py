@@ -144,7 +144,7 @@ def serve(config: EngineConfig) -> None:
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if service is None:
-            raise StopSignal(signal.Signals(number).name)
+            raise StopSignal(signal.Signals(number))
         service.request_stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -172,7 +172,7 @@ def serve(config: EngineConfig) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code: 0 after a stop that was asked for, 1 after an error, 143 if stopped before ready."""
+    """Returns the exit code: 0 after a stop, 1 after an error, 128 + the signal if stopped before ready."""
     try:
         environment = read_environment(os.environ)
         set_up_logging("rank 0", environment.log_level)
@@ -182,8 +182,9 @@ def main(argv: list[str]) -> int:
         config = parse_args(argv)
         serve(replace(config, api_key=config.api_key or environment.api_key))
     except StopSignal as stop:
-        print(f"engine.serve: stopped by {stop} before it was ready", file=sys.stderr)
-        return 143
+        number = stop.args[0]
+        print(f"engine.serve: stopped by {number.name} before it was ready", file=sys.stderr)
+        return 128 + int(number)
     except GlintError as error:
         print(f"engine.serve: {error}", file=sys.stderr)
         return 1

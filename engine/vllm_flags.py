@@ -16,7 +16,6 @@ LACKING: dict[str, str] = {  # name without dashes → why, or what there is ins
     "allowed-headers": "",
     "allowed-local-media-path": "",
     "allowed-methods": "",
-    "allowed-origins": "",
     "async-scheduling": "",
     "chat-template-content-format": "it is found from the template",
     "code-revision": _REMOTE_CODE,

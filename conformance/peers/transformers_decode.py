@@ -53,8 +53,9 @@ def main() -> None:
     parser.add_argument("--model", default="starter")
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(args.threads)
     model = load(args.model)
     rows = [
         {"batch": batch, "median_ms": decode(model, batch, args.steps)} for batch in map(int, args.batches.split(","))

@@ -57,7 +57,7 @@ def _run_offline(arguments: argparse.Namespace) -> None:
     if arguments.against_transformers:
         print(
             offline.compare_with_transformers(
-                config, arguments.against_transformers, arguments.batches, arguments.rounds
+                config, arguments.against_transformers, arguments.batches, arguments.rounds, arguments.steps
             )
         )
         return
@@ -85,7 +85,10 @@ def _run_bookkeeping(arguments: argparse.Namespace) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part)
+    try:
+        return tuple(int(part) for part in text.split(",") if part)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 1,8") from None
 
 
 if __name__ == "__main__":

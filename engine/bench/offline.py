@@ -17,6 +17,8 @@ from engine.api import GenerationRequest, SamplingParams
 from engine.bench.memory_limit import read_gb_per_s
 from engine.build import BuiltEngine, build_engine
 from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.system import usable_cores
 
 PROMPT_TOKENS = 32
 PEER = "conformance.peers.transformers_decode"
@@ -62,12 +64,12 @@ def measure(config: EngineConfig, batches: Sequence[int], prefills: Sequence[int
     prefill = tuple(_prefill(built, num_tokens) for num_tokens in prefills)
     return Report(
         model=built.info.names[0],
-        num_threads=config.num_threads or 0,
+        num_threads=config.num_threads or usable_cores(),
         weight_mb=built.memory.weights / 1e6,
         read_gb_per_s=bandwidth,
         decode=decode,
         prefill=prefill,
-        peak_rss_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        peak_rss_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6,
     )
 
 
@@ -125,20 +127,33 @@ def table(report: Report) -> str:
     return "\n".join(lines)
 
 
-def compare_with_transformers(config: EngineConfig, python: str, batches: Sequence[int], rounds: int) -> str:
+def compare_with_transformers(
+    config: EngineConfig, python: str, batches: Sequence[int], rounds: int, num_steps: int
+) -> str:
     """Paired runs, one process at a time: ours, the peer's, ours, … and the ratio of the medians.
 
     Args:
         python: an interpreter with the `oracle` extra; the peer never enters this process.
+
+    Raises:
+        ConfigError: python cannot be run, or lacks what the peer needs.
     """
+    try:
+        subprocess.run([python, "-c", "import torch, transformers"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ConfigError(
+            f"--against-transformers {python}: no Python with torch and transformers ({error})"
+        ) from error
+    threads = config.num_threads or usable_cores()
+    settings = ["--model", config.model, "--steps", str(num_steps), "--threads", str(threads)]
     ours: dict[int, list[float]] = {batch: [] for batch in batches}
     theirs: dict[int, list[float]] = {batch: [] for batch in batches}
     sizes = ",".join(map(str, batches))
     for _ in range(rounds):
-        command = [sys.executable, "-m", "engine.bench", "offline", "--model", config.model, "--batches", sizes]
+        command = [sys.executable, "-m", "engine.bench", "offline", *settings, "--batches", sizes]
         for row in _json_of([*command, "--prefills", "", "--json", "-"])["decode"]:
             ours[row["batch"]].append(row["median_ms"])
-        for row in _json_of([python, "-m", PEER, "--model", config.model, "--batches", sizes])["decode"]:
+        for row in _json_of([python, "-m", PEER, *settings, "--batches", sizes])["decode"]:
             theirs[row["batch"]].append(row["median_ms"])
     lines = ["decode    batch    glint ms   transformers ms    ratio"]
     for batch in batches:

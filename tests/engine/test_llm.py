@@ -199,5 +199,5 @@ def test_without_sampling_the_models_own_defaults_hold(tmp_path: Path) -> None:
 
 
 def test_wrong_options_are_all_told() -> None:
-    with pytest.raises(ConfigError, match=r"block_size[\s\S]*max_num_seqs"):
+    with pytest.raises(ConfigError, match=r"--block-size[\s\S]*--max-num-seqs"):
         LLM("nowhere", block_size=0, max_num_seqs=0)

@@ -11,7 +11,7 @@ from engine import options
 from engine.config import EngineConfig
 from engine.env import Environment, read_environment
 from engine.errors import ConfigError
-from engine.options import OPTIONS, parse_args
+from engine.options import OPTIONS, config_from_keywords, parse_args
 from engine.vllm_flags import LACKING
 
 README = Path(__file__).parents[2] / "README.md"
@@ -230,3 +230,26 @@ def test_environment_refused() -> None:
     assert "GLINT_LOG_LEVEL is 'loud'; it must be one of DEBUG, INFO, WARNING, ERROR" in lines[0]
     assert "GLINT_API_KEY has an empty key" in lines[1]
     assert "sesame" not in lines[1]
+
+
+def test_keywords_of_python_callers() -> None:
+    """The names of the flags, with the same checks; what is no option is named, with the nearest that is."""
+    config = config_from_keywords(model="dir", max_model_len="4k", tensor_parallel_size=1, served_model_name="one")
+    assert (config.model, config.max_model_len, config.served_model_name) == ("dir", 4000, ("one",))
+    with pytest.raises(ConfigError) as caught:
+        config_from_keywords(model="dir", max_waitin=1, tensor_parallel_size=8, block_size=0)
+    said = str(caught.value).splitlines()
+    assert len(said) == 3
+    assert "did you mean max_waiting" in said[0]
+    assert said[1].startswith("--tensor-parallel-size 8")
+    assert said[2].startswith("--block-size")
+
+
+def test_a_value_that_cannot_be_read_hides_no_other_problem() -> None:
+    said = refusal("--port", "abc", "--block-size", "0", "--dtype", "fp8", "--foo").splitlines()
+    assert [line.split()[0] for line in said] == ["--foo", "--port", "--block-size", "--dtype"]
+
+
+def test_the_flags_of_another_command_are_suggested_too() -> None:
+    with pytest.raises(ConfigError, match="did you mean --temperature"):
+        parse_args(["--temprature", "0"], other_flags=["--temperature"])

@@ -2,6 +2,7 @@
 
 python -m ref --model DIR --ids 1,2,3 --out logits.npz
 python -m ref --model DIR --prompt "Hello" --trace
+python -m ref --model DIR --ids 1,2,3 --layers layers.npz
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 
 from ref.config import read_config
 from ref.model.registry import forward
+from ref.model.run import Trace
 from ref.quant.scheme import read_quantization_config, read_weights
 from ref.sampling import log_softmax, rank
 
@@ -26,6 +29,21 @@ except ImportError:  # --ids works without it
     tokenizers = None  # type: ignore[assignment]
 
 NUM_GUESSES = 5
+
+
+LAYER_OUTPUTS = ("attn_out", "mlp_out", "residual", "k_cached", "v_cached", "latent_cached", "expert_ids")
+
+
+class LayerKeeper:
+    """Keeps what each layer puts out, by name: after attention and after the MLP, the residual stream after both,
+    what goes into the cache, and which experts were chosen."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, NDArray[Any]] = {}
+
+    def __call__(self, name: str, value: NDArray[Any]) -> None:
+        if name.rsplit(".", 1)[-1] in LAYER_OUTPUTS:
+            self.arrays[name] = value
 
 
 class TracePrinter:
@@ -59,16 +77,35 @@ def main(arguments: list[str] | None = None) -> int:
                 "--activations format is for floating-point checkpoints; this one is quantized: give float"
             )
         weights = read_weights(args.model, args.dtype)
-        trace = TracePrinter() if args.trace else None
+        layers, tracers = LayerKeeper(), list[Trace]()
+        if args.trace:
+            tracers.append(TracePrinter())
+        if args.layers is not None:
+            tracers.append(layers)
+
+        def trace(name: str, value: NDArray[Any]) -> None:
+            for tracer in tracers:
+                tracer(name, value)
+
         logits = forward(config, weights, token_ids, trace=trace).astype(np.float32)
-        if args.out is not None:
-            with open(args.out, "wb") as file:
-                np.savez(file, logits=logits)
+        _save(args.out, {"logits": logits})
+        _save(args.layers, {name: _narrow(value) for name, value in layers.arrays.items()} | {"logits": logits})
     except (ValueError, OSError) as error:
         print(f"python -m ref: error: {error}", file=sys.stderr)
         return 2
     _report(args, token_ids, logits)
     return 0
+
+
+def _save(path: Path | None, arrays: Mapping[str, NDArray[Any]]) -> None:
+    if path is not None:
+        with open(path, "wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+
+
+def _narrow(value: NDArray[Any]) -> NDArray[Any]:
+    """float32 for floating values; numbers of experts as they are."""
+    return value.astype(np.float32) if np.issubdtype(value.dtype, np.floating) else value
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -79,6 +116,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     text.add_argument("--ids", help="token ids, separated by commas")
     text.add_argument("--prompt", help="text; needs the folder's tokenizer.json and the tokenizers package")
     parser.add_argument("--out", type=Path, help='file for the array "logits" [num_tokens, vocab_size] float32 (.npz)')
+    parser.add_argument("--layers", type=Path, help="file for what each layer puts out, by name (.npz)")
     parser.add_argument(
         "--activations",
         choices=("float", "format"),
@@ -120,6 +158,8 @@ def _report(args: argparse.Namespace, token_ids: list[int], logits: NDArray[np.f
     print(f"{len(token_ids)} tokens; the likeliest next: " + ", ".join(f"{i} ({logprobs[i]:.3f})" for i in best))
     if args.out is not None:
         print(f"logits {list(logits.shape)} float32 written to {args.out}")
+    if args.layers is not None:
+        print(f"outputs of each layer written to {args.layers}")
 
 
 if __name__ == "__main__":

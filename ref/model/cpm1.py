@@ -100,12 +100,12 @@ def cpm1(
     for layer in range(config.n_layers):
         key = f"transformer.h.{layer}"
         hidden = _norm(config, run, f"{key}.ln_1", residual)
-        attended = run.step(f"{key}.attn_out", _attention(config, run, layer, hidden))
-        residual = run.step(f"{key}.attn_residual", residual + attended)
+        attended = run.step(f"layers.{layer}.attn_out", _attention(config, run, layer, hidden))
+        residual = run.step(f"layers.{layer}.attn_residual", residual + attended)
         hidden = _norm(config, run, f"{key}.ln_2", residual)
         inner = run.step(f"{key}.mlp.act", activation_named(config.activation)(_conv(run, f"{key}.mlp.c_fc", hidden)))
-        fed = run.step(f"{key}.mlp_out", _conv(run, f"{key}.mlp.c_proj", inner))
-        residual = run.step(f"{key}.residual", residual + fed)
+        fed = run.step(f"layers.{layer}.mlp_out", _conv(run, f"{key}.mlp.c_proj", inner))
+        residual = run.step(f"layers.{layer}.residual", residual + fed)
     hidden = _norm(config, run, "transformer.ln_f", residual)
     head = "transformer.wte" if config.tie_word_embeddings else "lm_head"
     return run.step("logits", hidden @ run.weights[f"{head}.weight"].T)

@@ -117,13 +117,15 @@ def cpm_ant(
     for layer in range(config.n_layers):
         key = f"cpmant.encoder.layers.{layer}"
         hidden = run.rmsnorm(f"{key}.self_att.layernorm_before_attention", residual, eps)
-        attended = run.step(f"{key}.attn_out", _attention(config, run, f"{key}.self_att.self_attention", hidden, bias))
-        residual = run.step(f"{key}.attn_residual", residual + attended)
+        attended = run.step(
+            f"layers.{layer}.attn_out", _attention(config, run, f"{key}.self_att.self_attention", hidden, bias)
+        )
+        residual = run.step(f"layers.{layer}.attn_residual", residual + attended)
         hidden = run.rmsnorm(f"{key}.ffn.layernorm_before_ffn", residual, eps)
         gate, up = run.linear(f"{key}.ffn.ffn.w_in.w_0", hidden), run.linear(f"{key}.ffn.ffn.w_in.w_1", hidden)
         inner = run.step(f"{key}.ffn.ffn.w_in", gate_up_act(np.concatenate([gate, up], axis=-1), "gelu"))
-        fed = run.step(f"{key}.mlp_out", run.linear(f"{key}.ffn.ffn.w_out", inner))
-        residual = run.step(f"{key}.residual", residual + fed)
+        fed = run.step(f"layers.{layer}.mlp_out", run.linear(f"{key}.ffn.ffn.w_out", inner))
+        residual = run.step(f"layers.{layer}.residual", residual + fed)
     hidden = run.rmsnorm("cpmant.encoder.output_layernorm", residual[num_prompt:], eps)
     return run.step("logits", hidden @ run.weights["lm_head.weight"].T)
 

@@ -110,11 +110,11 @@ def qwen1(
     for layer in range(config.n_layers):
         key = f"transformer.h.{layer}"
         hidden = run.rmsnorm(f"{key}.ln_1", residual, config.norm_eps)
-        attended = run.step(f"{key}.attn_out", _attention(config, run, layer, hidden, cos_sin))
-        residual = run.step(f"{key}.attn_residual", residual + attended)
+        attended = run.step(f"layers.{layer}.attn_out", _attention(config, run, layer, hidden, cos_sin))
+        residual = run.step(f"layers.{layer}.attn_residual", residual + attended)
         hidden = run.rmsnorm(f"{key}.ln_2", residual, config.norm_eps)
-        fed = run.step(f"{key}.mlp_out", _mlp(run, f"{key}.mlp", hidden))
-        residual = run.step(f"{key}.residual", residual + fed)
+        fed = run.step(f"layers.{layer}.mlp_out", _mlp(run, f"{key}.mlp", hidden))
+        residual = run.step(f"layers.{layer}.residual", residual + fed)
     hidden = run.rmsnorm("transformer.ln_f", residual, config.norm_eps)
     head = "transformer.wte" if config.tie_word_embeddings else "lm_head"
     return run.step("logits", hidden @ run.weights[f"{head}.weight"].T)

@@ -13,6 +13,7 @@ from ref.model import (
     cpm_ant,
     deepseek,
     deepseek_moe,
+    deepseek_vl,
     llama,
     minicpm,
     mixtral,
@@ -55,6 +56,7 @@ DEEPSEEK = Family(deepseek.read_deepseek, deepseek.weight_shapes, deepseek.deeps
 COMMAND_R = Family(command_r.read_command_r, command_r.weight_shapes, command_r.command_r)
 MINICPM = Family(minicpm.read_minicpm, minicpm.weight_shapes, minicpm.minicpm)
 MINICPM3 = Family(minicpm.read_minicpm3, minicpm.minicpm3_weight_shapes, minicpm.minicpm3)
+DEEPSEEK_VL = Family(deepseek_vl.read_deepseek_vl, deepseek_vl.weight_shapes, deepseek_vl.deepseek_vl)
 QWEN1 = Family(qwen1.read_qwen1, qwen1.weight_shapes, qwen1.qwen1)
 CPM1 = Family(cpm1.read_cpm1, cpm1.weight_shapes, cpm1.cpm1)
 CPM_ANT = Family(cpm_ant.read_cpm_ant, cpm_ant.weight_shapes, cpm_ant.cpm_ant)
@@ -70,6 +72,8 @@ FAMILIES = {
     "DeepseekForCausalLM": DEEPSEEK_MOE,
     "DeepseekV2ForCausalLM": DEEPSEEK,
     "DeepseekV3ForCausalLM": DEEPSEEK,
+    "DeepseekVLForConditionalGeneration": DEEPSEEK_VL,
+    "MultiModalityCausalLM": DEEPSEEK_VL,
     "CohereForCausalLM": COMMAND_R,
     "MiniCPMForCausalLM": MINICPM,
     "MiniCPM3ForCausalLM": MINICPM3,

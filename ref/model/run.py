@@ -93,6 +93,8 @@ class Run:
             k, v: [num_tokens, n_kv_heads, head_dim].
             window: keys a query sees, itself included; None: all.
         """
+        self.show(f"layers.{layer}.k_cached", k)
+        self.show(f"layers.{layer}.v_cached", v)
         if self.cache is not None:
             return self.cache.attend(layer, q, k, v, sm_scale, window)
         return attention_dense(q, k, v, sm_scale, window, storage=self.storage)
@@ -104,6 +106,7 @@ class Run:
             q: [num_tokens, n_heads, qk_head_dim], rotated.
             latent: [num_tokens, kv_lora_rank + qk_rope_head_dim].
         """
+        self.show(f"layers.{layer}.latent_cached", latent)
         if self.cache is not None:
             return self.cache.attend_latent(layer, q, latent, kv_b_proj, sm_scale)
         return mla_dense(q, latent, kv_b_proj, sm_scale, storage=self.storage)

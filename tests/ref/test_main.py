@@ -62,6 +62,18 @@ def test_trace_prints_a_line_a_step(folder: Path, capsys: pytest.CaptureFixture[
     assert milliseconds >= 0
 
 
+def test_layers_are_written(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "layers.npz"
+    assert command.main(["--model", str(folder), "--ids", "1,2,3", "--layers", str(out)]) == 0
+    with np.load(out) as file:
+        arrays = dict(file)
+    outputs = ("k_cached", "v_cached", "attn_out", "mlp_out", "residual")
+    assert set(arrays) == {"logits", *(f"layers.{layer}.{name}" for layer in (0, 1) for name in outputs)}
+    assert {array.dtype for array in arrays.values()} == {np.dtype(np.float32)}
+    assert arrays["layers.1.k_cached"].shape == (3, 2, 4)
+    assert arrays["layers.0.residual"].shape == (3, 16)
+
+
 def test_a_prompt_is_tokenized(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     vocab = {"a": 0, "b": 1, "c": 2, "[UNK]": 3}
     tokenizer = {

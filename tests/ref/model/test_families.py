@@ -12,7 +12,7 @@ import pytest
 
 import conformance.golden_families as families
 from conformance.golden_families import FAMILY_GOLDENS
-from conformance.golden_models import GOLDEN_SEED, config_v5
+from conformance.golden_models import GOLDEN_SEED, config_v5, llama_config, llama_tensors
 from ref.checkpoint import read_checkpoint
 from ref.config import parse_config, read_config
 from ref.generate import generate
@@ -86,6 +86,22 @@ def test_no_tokens(name: str) -> None:
     assert forward(config, weights, []).shape == (0, config.vocab_size)
 
 
+@pytest.mark.parametrize("name", FAMILY_GOLDENS)
+def test_every_layer_shows_what_it_puts_out(name: str) -> None:
+    """The same names for all families: python -m ref --layers goes by them."""
+    config, weights, _ = model(name)
+    seen: dict[str, np.ndarray] = {}
+    forward(config, weights, [5, 6, 7], trace=seen.__setitem__)
+    for layer in range(config.n_layers):
+        total = seen[f"layers.{layer}.residual"] - seen[f"layers.{layer}.attn_out"] * config.residual_scale
+        before = total - seen[f"layers.{layer}.mlp_out"] * config.residual_scale
+        if layer > 0:
+            np.testing.assert_allclose(before, seen[f"layers.{layer - 1}.residual"], rtol=0, atol=1e-9)
+    if name != "cpm_ant":  # which caches nothing
+        cached = {key.rsplit(".", 1)[1] for key in seen if key.endswith("_cached")}
+        assert cached in ({"k_cached", "v_cached"}, {"latent_cached"})
+
+
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("qwen2_yarn", {"rope_scaling": None}),
     ("qwen2_yarn", {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}}),
@@ -134,3 +150,25 @@ def test_the_goldens_see_a_wrong_formula(name: str, change: dict[str, Any]) -> N
     assert config != parse_config(FAMILY_GOLDENS[name])
     logits = forward(config, weights, families.family_prompts(name)[1])
     assert relative_error(logits, golden(name)["logits1"]) > 100 * TOLERANCE
+
+
+def test_text_of_deepseek_vl_is_that_of_its_llama() -> None:
+    """In both layouts of names and configs."""
+    text = llama_config(vocab_size=40, hidden_size=32, intermediate_size=48)
+    tensors = llama_tensors(text, seed=5)
+    expected = forward(parse_config(text), tensors, [1, 2, 3])
+    layouts = [
+        ("DeepseekVLForConditionalGeneration", "text_config", "model.language_model.", "lm_head."),
+        ("MultiModalityCausalLM", "language_config", "language_model.model.", "language_model.lm_head."),
+    ]
+    for architecture, key, prefix, head in layouts:
+        config = parse_config({"architectures": [architecture], key: text, "vision_config": {}})
+        renamed = {
+            name.replace("model.", prefix, 1) if name.startswith("model.") else f"{head}weight": t
+            for name, t in tensors.items()
+        }
+        np.testing.assert_array_equal(forward(config, renamed, [1, 2, 3]), expected)
+        with pytest.raises(ValueError, match=f"{architecture} needs {key}"):
+            parse_config({"architectures": [architecture]})
+        with pytest.raises(ValueError, match=f"no tensor {prefix}embed_tokens.weight"):
+            forward(config, {}, [1])

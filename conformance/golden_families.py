@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from conformance.golden_models import GOLDEN_SEED, Config, Tensors, random_ids, uniform_tensor, write_checkpoint
 from ref.config import parse_config
+from ref.model.deepseek_mtp import mtp_weight_shapes
 from ref.model.registry import weight_shapes
 
 PROMPT_LENGTHS = (5, 21)
@@ -150,7 +151,7 @@ FAMILY_GOLDENS: dict[str, Config] = {
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         "norm_topk_prob": True,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": 1,
     },
     "command_r": _COHERE,
     "command_r_plus": {**_COHERE, "use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": False},
@@ -229,7 +230,10 @@ def family_prompts(name: str) -> list[list[int]]:
 
 def family_tensors(config: Config, seed: int) -> Tensors:
     """All tensors of a checkpoint by their names, float32; norms and biases are random too."""
-    shapes = weight_shapes(parse_config(config))
+    parsed = parse_config(config)
+    shapes = weight_shapes(parsed)
+    if config.get("num_nextn_predict_layers"):
+        shapes |= mtp_weight_shapes(parsed)
     return {name: _tensor(seed, name, shape) for name, shape in shapes.items()}
 
 

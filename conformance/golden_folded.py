@@ -105,6 +105,13 @@ def fold_qwen1(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
     return {**config, **changes}, folded
 
 
+def without_mtp(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    """transformers passes over the MTP layer by its number in the published model, 61, and so not over ours."""
+    return config, {
+        name: tensor for name, tensor in tensors.items() if f"layers.{config['num_hidden_layers']}" not in name
+    }
+
+
 def _scaled(tensor: np.ndarray, scale: float) -> np.ndarray:
     return (tensor.astype(np.float64) * scale).astype(np.float32)
 
@@ -113,4 +120,5 @@ FOLDS = {
     "MiniCPMForCausalLM": fold_minicpm,
     "DeepseekForCausalLM": fold_deepseek_moe,
     "QWenLMHeadModel": fold_qwen1,
+    "DeepseekV3ForCausalLM": without_mtp,
 }

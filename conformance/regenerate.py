@@ -4,9 +4,10 @@ python -m conformance.regenerate [NAME ...]      needs the extra "oracle" (torch
 
 Each <name>.npz holds for prompt i of golden_prompts (family_prompts): logits{i} [num_tokens, vocab_size] float32, and
 greedy{i}, the 16 ids that greedy decoding adds (each from a fresh run without a cache; not for dynamic rope and
-longrope, whose table would change under way). starter.json holds, for each text of starter_prompts, the prompt's ids
-and greedy ids with the five best logprobs of each, from the starter model's GGUF file dequantized to float32.
-manifest.json holds what made them: versions, seed, sha256 of the checkpoint and of the file.
+longrope, whose table would change under way); and mtp{i} if the model has an MTP layer. starter.json holds, for each
+text of starter_prompts, the prompt's ids and greedy ids with the five best logprobs of each, from the starter model's
+GGUF file dequantized to float32. manifest.json holds what made them: versions, seed, sha256 of the checkpoint and of
+the file.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from transformers.modeling_layers import MtpModel
 
 from conformance.golden_families import FAMILY_GOLDENS, TABLE_CHANGES, family_model, family_prompts
 from conformance.golden_folded import oracle_model
 from conformance.golden_models import GOLDEN_SEED, GOLDENS, golden_model, golden_prompts
 from conformance.starter_prompts import STARTER_PROMPTS
 from engine.checkpoint.starter import ensure_starter
+from ref.checkpoint import read_checkpoint
 from ref.numerics import relative_error
 
 FOLDER = Path(__file__).parent / "golden"
@@ -50,6 +53,8 @@ def oracle(checkpoint: Path, prompts: list[list[int]], greedy: bool) -> dict[str
 
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     with torch.no_grad():
+        if getattr(model.config, "num_mtp_layers", 0):
+            arrays |= mtp_oracle(model, checkpoint.parent, prompts)
         for i, prompt in enumerate(prompts):
             arrays[f"logits{i}"] = logits_of(prompt)
             ids = list(prompt)
@@ -57,6 +62,34 @@ def oracle(checkpoint: Path, prompts: list[list[int]], greedy: bool) -> dict[str
                 ids.append(int(logits_of(ids)[-1].argmax()))
             if greedy:
                 arrays[f"greedy{i}"] = np.array(ids[len(prompt) :], np.int32)
+    return arrays
+
+
+def mtp_oracle(model: Any, checkpoint: Path, prompts: list[list[int]]) -> dict[str, np.ndarray[Any, Any]]:
+    """mtp{i} [num_tokens - 1, vocab_size]: what the MTP layer of transformers says of the token after the next."""
+    tensors = {name: torch.from_numpy(tensor) for name, tensor in read_checkpoint(checkpoint).items()}
+    prefix = f"model.layers.{model.config.num_hidden_layers}."
+    model.config.first_k_dense_replace = 0  # MTP layers are numbered from 0, and theirs has experts
+    mtp = MtpModel(model, 1).eval()
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.startswith(prefix) and ".experts." not in name:
+            name = name.removeprefix(prefix).replace("shared_head.norm", "post_norm")
+            outer = name.split(".")[0] in ("enorm", "hnorm", "eh_proj", "post_norm")
+            state[f"layers.0.{'' if outer else 'mtp_block.'}{name}"] = tensor
+    experts = [f"{prefix}mlp.experts.{e}." for e in range(model.config.n_routed_experts)]
+    gate_up = [torch.cat([tensors[f"{e}gate_proj.weight"], tensors[f"{e}up_proj.weight"]]) for e in experts]
+    state["layers.0.mtp_block.mlp.experts.gate_up_proj"] = torch.stack(gate_up)
+    state["layers.0.mtp_block.mlp.experts.down_proj"] = torch.stack([tensors[f"{e}down_proj.weight"] for e in experts])
+    missing, unexpected = mtp.load_state_dict(state, strict=False)
+    if unexpected or any(name.startswith("layers.") for name in missing):
+        raise ValueError(f"the MTP layer's weights do not fit: missing {missing}, unexpected {unexpected}")
+    arrays = {}
+    for i, prompt in enumerate(prompts):
+        ids, positions = torch.tensor([prompt]), torch.arange(1, len(prompt))[None]
+        hidden = model(ids[:, :-1], use_cache=False, output_hidden_states=True).hidden_states[-1]
+        out = mtp.forward_layer(0, hidden, positions, None, input_ids=ids[:, 1:])
+        arrays[f"mtp{i}"] = model.lm_head(out)[0].numpy()
     return arrays
 
 

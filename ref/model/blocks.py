@@ -26,24 +26,30 @@ GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 
 
 def decoder(config: ModelConfig, run: Run, attention: Block, mlp: Block) -> Array:
-    """A pre-norm decoder, from token ids to logits [num_tokens, vocab_size].
+    """A pre-norm decoder, from token ids to logits [num_tokens, vocab_size]."""
+    return lm_head(config, run, decoder_hidden(config, run, attention, mlp))
 
-    residual = embed · embedding_scale; then in each layer
-    residual += residual_scale · attention(norm(residual)), residual += residual_scale · mlp(norm(residual));
-    logits = lm_head(norm(residual)) · logit_scale. All scales are 1 but in MiniCPM.
-    """
-    scale, eps = config.residual_scale, config.norm_eps
+
+def decoder_hidden(config: ModelConfig, run: Run, attention: Block, mlp: Block) -> Array:
+    """embed · embedding_scale, the layers, the last norm: [num_tokens, hidden_size]."""
     residual = run.embed("model.embed_tokens", config.embedding_scale)
     for layer in range(config.n_layers):
-        key = f"model.layers.{layer}"
-        hidden = run.rmsnorm(f"{key}.input_layernorm", residual, eps)
-        attended = run.step(f"{key}.attn_out", attention(layer, hidden))
-        residual = run.step(f"{key}.attn_residual", residual + scaled(attended, scale))
-        hidden = run.rmsnorm(f"{key}.post_attention_layernorm", residual, eps)
-        fed = run.step(f"{key}.mlp_out", mlp(layer, hidden))
-        residual = run.step(f"{key}.residual", residual + scaled(fed, scale))
-    hidden = run.rmsnorm("model.norm", residual, eps)
-    return lm_head(config, run, hidden)
+        residual = decoder_layer(config, run, layer, residual, attention, mlp)
+    return run.rmsnorm("model.norm", residual, config.norm_eps)
+
+
+def decoder_layer(config: ModelConfig, run: Run, layer: int, residual: Array, attention: Block, mlp: Block) -> Array:
+    """residual += residual_scale · attention(norm(residual)), then the same with mlp: [num_tokens, hidden_size].
+
+    All scales are 1 but in MiniCPM.
+    """
+    key, scale, eps = f"model.layers.{layer}", config.residual_scale, config.norm_eps
+    hidden = run.rmsnorm(f"{key}.input_layernorm", residual, eps)
+    attended = run.step(f"{key}.attn_out", attention(layer, hidden))
+    residual = run.step(f"{key}.attn_residual", residual + scaled(attended, scale))
+    hidden = run.rmsnorm(f"{key}.post_attention_layernorm", residual, eps)
+    fed = run.step(f"{key}.mlp_out", mlp(layer, hidden))
+    return run.step(f"{key}.residual", residual + scaled(fed, scale))
 
 
 def lm_head(config: ModelConfig, run: Run, hidden: Array) -> Array:

@@ -12,7 +12,7 @@ from typing import Any
 
 from numpy.typing import ArrayLike, NDArray
 
-from ref.model.blocks import decoder, decoder_shapes, gated_mlp, mlp_shapes
+from ref.model.blocks import Block, decoder, decoder_shapes, gated_mlp, mlp_shapes
 from ref.model.cache import Cache
 from ref.model.experts import MoeConfig, moe_block, moe_shapes
 from ref.model.fields import Config, integer, number, one_of
@@ -27,10 +27,11 @@ class DeepseekConfig(LatentConfig):
     interleaved: bool
     moe: MoeConfig
     moe_layers: tuple[bool, ...]  # which layers have experts; the others have a dense MLP
+    n_mtp_layers: int  # after the others, for speculation only: see deepseek_mtp.py
 
 
 def read_deepseek(config: Config) -> DeepseekConfig:
-    """DeepseekV2ForCausalLM or DeepseekV3ForCausalLM. Layers past num_hidden_layers (MTP) are not read."""
+    """DeepseekV2ForCausalLM or DeepseekV3ForCausalLM. The MTP layers past num_hidden_layers have no part in logits."""
     architecture = config["architectures"][0]
     one_of(config, "hidden_act", ["silu"], "silu")
     fields = latent_fields(config)
@@ -40,6 +41,7 @@ def read_deepseek(config: Config) -> DeepseekConfig:
         interleaved=bool(config.get("rope_interleave", True)),
         moe=moe,
         moe_layers=expert_layers(config, fields["n_layers"]),
+        n_mtp_layers=config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0,
         **fields,
     )
 
@@ -111,6 +113,11 @@ def deepseek(
 ) -> Array:
     """Logits [num_tokens, vocab_size]; arguments as in ref.model.llama.llama."""
     run = Run(weight_shapes(config), weights, token_ids, storage, trace, cache)
+    return decoder(config, run, *blocks_of(config, run))
+
+
+def blocks_of(config: DeepseekConfig, run: Run) -> tuple[Block, Block]:
+    """Attention and MLP of any layer, for the tokens of run; a layer past the last is an MTP layer and has experts."""
     cos_sin = run.cos_sin(config.rope, config.qk_rope_head_dim)
 
     def attention(layer: int, hidden: Array) -> Array:
@@ -118,6 +125,7 @@ def deepseek(
 
     def mlp(layer: int, hidden: Array) -> Array:
         key = f"model.layers.{layer}.mlp"
-        return moe_block(config.moe, run, key, hidden) if config.moe_layers[layer] else gated_mlp(run, key, hidden)
+        has_experts = layer >= config.n_layers or config.moe_layers[layer]
+        return moe_block(config.moe, run, key, hidden) if has_experts else gated_mlp(run, key, hidden)
 
-    return decoder(config, run, attention, mlp)
+    return attention, mlp

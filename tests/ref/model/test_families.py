@@ -16,6 +16,8 @@ from conformance.golden_models import GOLDEN_SEED, config_v5, llama_config, llam
 from ref.checkpoint import read_checkpoint
 from ref.config import parse_config, read_config
 from ref.generate import generate
+from ref.model.deepseek import DeepseekConfig
+from ref.model.deepseek_mtp import deepseek_mtp
 from ref.model.fields import ModelConfig
 from ref.model.registry import forward
 from ref.numerics import relative_error
@@ -150,6 +152,19 @@ def test_the_goldens_see_a_wrong_formula(name: str, change: dict[str, Any]) -> N
     assert config != parse_config(FAMILY_GOLDENS[name])
     logits = forward(config, weights, families.family_prompts(name)[1])
     assert relative_error(logits, golden(name)["logits1"]) > 100 * TOLERANCE
+
+
+def test_mtp_layer_of_deepseek_v3() -> None:
+    config, weights, _ = model("deepseek_v3")
+    assert isinstance(config, DeepseekConfig)
+    for i, prompt in enumerate(families.family_prompts("deepseek_v3")):
+        assert relative_error(deepseek_mtp(config, weights, prompt), golden("deepseek_v3")[f"mtp{i}"]) <= TOLERANCE
+    with pytest.raises(ValueError, match="found 1 tokens"):
+        deepseek_mtp(config, weights, [5])
+    without = parse_config({**FAMILY_GOLDENS["deepseek_v3"], "num_nextn_predict_layers": 0})
+    assert isinstance(without, DeepseekConfig)
+    with pytest.raises(ValueError, match="has no MTP layer"):
+        deepseek_mtp(without, weights, [5, 6])
 
 
 def test_text_of_deepseek_vl_is_that_of_its_llama() -> None:

@@ -116,10 +116,10 @@ class SamplingParams:
 
 
 _FLOAT_RANGES = (  # name, lowest, highest, lowest itself excluded
-    ("temperature", 0.0, None, False),
+    ("temperature", 0.0, 100.0, False),  # far above it float32 overflows, and every token is as likely already
     ("top_p", 0.0, 1.0, True),
     ("min_p", 0.0, 1.0, False),
-    ("repetition_penalty", 0.0, None, True),
+    ("repetition_penalty", 0.01, 100.0, False),
     ("presence_penalty", -2.0, 2.0, False),
     ("frequency_penalty", -2.0, 2.0, False),
 )

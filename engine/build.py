@@ -72,10 +72,10 @@ def build_engine(config: EngineConfig, faults: Faults | None = None, progress: b
     memory = plan_memory(config, model, weights.num_bytes, max_model_len)
     logger.info("memory:\n%s", memory.table())
     engine = _assemble(config, model, ops, memory, max_model_len, faults)
-    names = config.served_model_name or tuple(dict.fromkeys((source.name, config.model)))
+    own_names = (source.name, "starter") if config.model == "starter" else (source.name,)
     info = ModelInfo(
-        names=names,
-        root=config.model,
+        names=config.served_model_name or own_names,
+        root=source.name,
         created=int(time.time()),
         vocab_size=model_config.vocab_size,
         max_model_len=max_model_len,

@@ -18,6 +18,7 @@ from engine.batch import StepPlan
 from engine.errors import CapacityError, EngineDeadError, RequestError
 from engine.faults import Faults
 from engine.runner import ModelRunner, PromptScores, StepResult
+from engine.sampler import check_tokens_left
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.stats import EngineStats
@@ -80,6 +81,7 @@ class Engine:
     def validate(self, request: GenerationRequest) -> None:
         """Raises RequestError for a request that can never be served."""
         request.validate(self.limits.vocab_size, self.limits.max_model_len, self.limits.max_logprobs)
+        check_tokens_left(request.sampling, self.limits.vocab_size, self.limits.eos_token_ids)
         num_prompt = len(request.prompt_ids)
         blocks = self.scheduler.blocks
         if blocks.blocks_for(num_prompt) > blocks.num_blocks:

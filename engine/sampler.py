@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.api import MIN_TEMPERATURE, SamplingParams, TokenLogprob
-from engine.errors import RequestFailedError
+from engine.errors import RequestError, RequestFailedError
 from engine.ops import SamplingOps
 
 Float32 = NDArray[np.float32]
@@ -134,6 +134,27 @@ class _LogitEdits:
         self._recent_ids.append(token_id)
         if self._seen is not None:
             self._seen.add(token_id)
+
+
+def check_tokens_left(sampling: SamplingParams, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    """Refuses masks that together leave no token for the first step.
+
+    Raises:
+        RequestError: names the masks that took everything.
+    """
+    banned = {token_id for token_id, bias in sampling.logit_bias.items() if bias <= BAN_BIAS}
+    banned |= {word[0] for word in sampling.bad_words_ids if len(word) == 1}
+    if sampling.min_tokens > 0:
+        banned |= {*eos_token_ids, *sampling.stop_token_ids}
+    allowed = sampling.allowed_token_ids
+    num_left = vocab_size - len(banned) if allowed is None else len(set(allowed) - banned)
+    if num_left > 0:
+        return
+    masks = [
+        name for name in ("allowed_token_ids", "logit_bias", "bad_words_ids", "min_tokens") if getattr(sampling, name)
+    ]
+    names = " and ".join(masks).replace("bad_words_ids", "bad_words")
+    raise RequestError(f"{names} leave no token to sample", masks[0].replace("bad_words_ids", "bad_words"))
 
 
 def _has_penalty(sampling: SamplingParams) -> bool:

@@ -24,7 +24,7 @@ import torch
 import transformers
 from transformers.modeling_layers import MtpModel
 
-from conformance.golden_families import FAMILY_GOLDENS, TABLE_CHANGES, family_model, family_prompts
+from conformance.golden_families import CHANGES_UNDER_WAY, FAMILY_GOLDENS, family_model, family_prompts
 from conformance.golden_folded import oracle_model
 from conformance.golden_models import GOLDEN_SEED, GOLDENS, golden_model, golden_prompts
 from conformance.starter_prompts import STARTER_PROMPTS
@@ -107,7 +107,7 @@ def regenerate(name: str) -> dict[str, Any]:
         prompts = family_prompts(name) if is_family else golden_prompts(name)
         checkpoint_hash = sha256(checkpoint / "model.safetensors")
         folded = oracle_model(Path(folder) / "folded", name) if is_family else None
-        arrays = oracle(folded or checkpoint, prompts, greedy=name not in ("dynamic", *TABLE_CHANGES))
+        arrays = oracle(folded or checkpoint, prompts, greedy=name not in ("dynamic", *CHANGES_UNDER_WAY))
     np.savez(file, **arrays)
     moved = {key: relative_error(array, before[key]) for key, array in arrays.items() if key in before}
     print(name, "new" if not before else f"largest relative change {max(moved.values()):.2e}")

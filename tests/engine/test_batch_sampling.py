@@ -1,11 +1,13 @@
 """Sampling parameters of one request, in a batch that others join and leave (SAM-07, SAM-08, SAM-09)."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from conformance.golden_models import rand_model
+from engine.errors import RequestError
 from engine.faults import Faults
 from ref import sampling as ref
 from ref.checkpoint import read_checkpoint
@@ -130,3 +132,35 @@ def test_sam_09_penalties_in_a_batch_in_chunks_and_after_preemption(small_vocab_
         engine = tiny_engine(folder, faults, enable_prefix_caching=caching)
         assert_equal(outputs["middle"], run(engine, middle)["middle"])
         assert engine.stats().preemptions == 3
+
+
+@pytest.mark.parametrize(
+    ("sampling", "named"),
+    [
+        ({"logit_bias": dict.fromkeys(range(1000), -100.0)}, "logit_bias"),
+        ({"allowed_token_ids": (7,), "logit_bias": {7: -100.0}}, "allowed_token_ids"),
+        ({"allowed_token_ids": (2,), "min_tokens": 3, "ignore_eos": False}, "allowed_token_ids"),
+        ({"allowed_token_ids": (40,), "stop_token_ids": (40,), "min_tokens": 3}, "allowed_token_ids"),
+        ({"allowed_token_ids": (40,), "bad_words_ids": ((40,),)}, "allowed_token_ids"),
+    ],
+)
+def test_masks_that_leave_nothing_are_the_callers_fault(folder: Path, sampling: dict[str, Any], named: str) -> None:
+    """Refused before anything is computed; one token less in the mask is served."""
+    engine = tiny_engine(folder)
+    with pytest.raises(RequestError, match="leave no token to sample") as caught:
+        engine.add(request("a", [5, 6], **sampling))
+    assert caught.value.param == named
+    assert not engine.has_work
+    engine.add(request("b", [5, 6], logit_bias=dict.fromkeys(range(999), -100.0), max_tokens=2))
+    assert finish(engine)["b"].token_ids == [999, 999]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("temperature", 1e39), ("temperature", 101.0), ("repetition_penalty", 1e-300)]
+)
+def test_sam_02_values_that_would_overflow_are_refused(folder: Path, name: str, value: float) -> None:
+    engine = tiny_engine(folder)
+    with pytest.raises(RequestError, match=name):
+        engine.add(request("a", [5, 6], **{name: value}))
+    engine.add(request("b", [5, 6], temperature=100.0, repetition_penalty=0.01, logit_bias={5: -100.0}))
+    assert finish(engine)["b"].finish_reason == "length"

@@ -154,7 +154,9 @@ class Traffic:
         choice = self.choices[event.request_id, event.index]
         assert choice.finish_reason is None, "an event after the end"
         request, sampling = choice.request, choice.request.sampling
-        if sampling.prompt_logprobs is not None and event.token_ids and not choice.token_ids:
+        if event.index > 0:
+            assert event.prompt_logprobs is None  # the first choice has them for all
+        elif sampling.prompt_logprobs is not None and event.token_ids and not choice.token_ids:
             prompt = request.prompt_ids
             assert event.prompt_logprobs is not None
             assert event.prompt_logprobs[0] is None

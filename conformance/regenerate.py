@@ -4,7 +4,8 @@ python -m conformance.regenerate [NAME ...]      needs the extra "oracle" (torch
 
 Each <name>.npz holds for prompt i of golden_prompts (family_prompts): logits{i} [num_tokens, vocab_size] float32, and
 greedy{i}, the 16 ids that greedy decoding adds (each from a fresh run without a cache; not for dynamic rope and
-longrope, whose table would change under way); and mtp{i} if the model has an MTP layer. starter.json holds, for each
+longrope, whose table would change under way); and mtp{i} if the model has an MTP layer. Of the first prompt
+it holds what each layer puts out too, by the names of python -m ref --layers. starter.json holds, for each
 text of starter_prompts, the prompt's ids and greedy ids with the five best logprobs of each, from the starter model's
 GGUF file dequantized to float32. manifest.json holds what made them: versions, seed, sha256 of the checkpoint and of
 the file.
@@ -26,7 +27,8 @@ from transformers.modeling_layers import MtpModel
 
 from conformance.golden_families import CHANGES_UNDER_WAY, FAMILY_GOLDENS, family_model, family_prompts
 from conformance.golden_folded import oracle_model
-from conformance.golden_models import GOLDEN_SEED, GOLDENS, golden_model, golden_prompts
+from conformance.golden_models import GOLDEN_SEED, GOLDENS, Config, golden_model, golden_prompts
+from conformance.oracle_layers import layer_outputs
 from conformance.starter_prompts import STARTER_PROMPTS
 from engine.checkpoint.starter import ensure_starter
 from ref.checkpoint import read_checkpoint
@@ -38,7 +40,7 @@ NUM_STARTER_GREEDY = 32
 STARTER_NAME = "starter"
 
 
-def oracle(checkpoint: Path, prompts: list[list[int]], greedy: bool) -> dict[str, np.ndarray[Any, Any]]:
+def oracle(checkpoint: Path, prompts: list[list[int]], config: Config, greedy: bool) -> dict[str, np.ndarray[Any, Any]]:
     """Logits and greedy ids of transformers, float32, eager attention, no cache."""
     model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
@@ -55,6 +57,7 @@ def oracle(checkpoint: Path, prompts: list[list[int]], greedy: bool) -> dict[str
     with torch.no_grad():
         if getattr(model.config, "num_mtp_layers", 0):
             arrays |= mtp_oracle(model, checkpoint.parent, prompts)
+        arrays |= layer_outputs(model, torch.tensor([prompts[0]]), config)
         for i, prompt in enumerate(prompts):
             arrays[f"logits{i}"] = logits_of(prompt)
             ids = list(prompt)
@@ -107,7 +110,8 @@ def regenerate(name: str) -> dict[str, Any]:
         prompts = family_prompts(name) if is_family else golden_prompts(name)
         checkpoint_hash = sha256(checkpoint / "model.safetensors")
         folded = oracle_model(Path(folder) / "folded", name) if is_family else None
-        arrays = oracle(folded or checkpoint, prompts, greedy=name not in ("dynamic", *CHANGES_UNDER_WAY))
+        config = json.loads((checkpoint / "config.json").read_text())
+        arrays = oracle(folded or checkpoint, prompts, config, greedy=name not in ("dynamic", *CHANGES_UNDER_WAY))
     np.savez(file, **arrays)
     moved = {key: relative_error(array, before[key]) for key, array in arrays.items() if key in before}
     print(name, "new" if not before else f"largest relative change {max(moved.values()):.2e}")

@@ -58,6 +58,19 @@ def test_logits(name: str, dtype: type, tmp_path: Path) -> None:
         assert relative_error(logits, expected[f"logits{i}"]) <= TOLERANCE
 
 
+@pytest.mark.parametrize("name", models.GOLDENS)
+def test_outputs_of_every_layer(name: str, tmp_path: Path) -> None:
+    """After attention, after the MLP, the residual stream, and what is cached; of the first prompt."""
+    folder = models.golden_model(tmp_path, name)
+    config, weights = read_config(folder), read_checkpoint(folder, np.float64)
+    seen: dict[str, np.ndarray] = {}
+    llama(config, weights, models.golden_prompts(name)[0], trace=seen.__setitem__)
+    stored = {key: array for key, array in golden(name).items() if key.startswith("layers.")}
+    assert len(stored) == 5 * config.n_layers
+    for key, expected in stored.items():
+        assert relative_error(seen[key], expected) <= TOLERANCE, key
+
+
 @pytest.mark.parametrize("name", [name for name in models.GOLDENS if name != "dynamic"])
 def test_greedy_ids(name: str, tmp_path: Path) -> None:
     folder = models.golden_model(tmp_path, name)

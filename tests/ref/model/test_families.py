@@ -60,6 +60,23 @@ def test_logits(name: str, dtype: type) -> None:
         assert relative_error(logits, expected) <= TOLERANCE
 
 
+@pytest.mark.parametrize("name", FAMILY_GOLDENS)
+def test_outputs_of_every_layer(name: str) -> None:
+    """After attention, after the MLP, the residual stream, what is cached, and who was chosen; of the first prompt."""
+    config, weights, _ = model(name)
+    seen: dict[str, np.ndarray] = {}
+    forward(config, weights, families.family_prompts(name)[0], trace=seen.__setitem__)
+    for key in [key for key in seen if key.endswith("expert_ids")]:  # layers.N.mlp.expert_ids, or of block_sparse_moe
+        seen[f"layers.{key.split('.')[1]}.expert_ids"] = np.sort(seen[key])
+    stored = {key: array for key, array in golden(name).items() if key.startswith("layers.")}
+    assert {key.split(".")[1] for key in stored} == {str(layer) for layer in range(config.n_layers)}
+    for key, expected in stored.items():
+        if key.endswith("expert_ids"):
+            np.testing.assert_array_equal(seen[key], expected, err_msg=key)
+        else:
+            assert relative_error(seen[key], expected) <= TOLERANCE, key
+
+
 @pytest.mark.parametrize("name", [name for name in FAMILY_GOLDENS if name not in families.CHANGES_UNDER_WAY])
 def test_greedy_ids_through_the_paged_cache(name: str) -> None:
     config, weights, _ = model(name)

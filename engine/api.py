@@ -7,7 +7,6 @@ last live here, the others never leave the engine.
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -22,6 +21,7 @@ MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 MAX_TOKEN_LIST = 4096
+MAX_INT = 2**63 - 1  # what a message to the engine can carry
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,11 @@ class SamplingParams:
             _check_float(name, getattr(self, name), low, high, open_low)
         for name, low_int, high_int in _INT_RANGES:
             _check_int(name, getattr(self, name), low_int, high_int)
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", name)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, None)
+            _check_int("max_tokens", self.max_tokens, 1, MAX_INT)
             if self.min_tokens > self.max_tokens:
                 raise RequestError(f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}", "min_tokens")
         if self.n > 1 and self.is_greedy:
@@ -88,6 +91,7 @@ class SamplingParams:
         self._validate_token_lists(vocab_size)
 
     def _validate_stops(self) -> None:
+        _check_strings("stop", self.stop)
         if len(self.stop) > MAX_STOP_STRINGS:
             raise RequestError(f"stop has {len(self.stop)} entries; at most {MAX_STOP_STRINGS} are allowed", "stop")
         for text in self.stop:
@@ -99,17 +103,23 @@ class SamplingParams:
                 )
 
     def _validate_token_lists(self, vocab_size: int) -> None:
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}", "logit_bias")
         for token_id, bias in self.logit_bias.items():
             _check_token_id("logit_bias", token_id, vocab_size)
             _check_float("logit_bias", bias, -100.0, 100.0, False)
         _check_token_list("stop_token_ids", self.stop_token_ids, vocab_size)
         if self.allowed_token_ids is not None:
+            _check_list("allowed_token_ids", self.allowed_token_ids, "token ids")
             if not self.allowed_token_ids:
                 raise RequestError("allowed_token_ids is empty, so no token could be sampled", "allowed_token_ids")
             _check_token_list("allowed_token_ids", self.allowed_token_ids, vocab_size, vocab_size)
+        _check_strings("bad_words", self.bad_words)
         if len(self.bad_words) > MAX_TOKEN_LIST or any(not word for word in self.bad_words):
             raise RequestError(f"bad_words takes up to {MAX_TOKEN_LIST} non-empty strings", "bad_words")
+        _check_list("bad_words_ids", self.bad_words_ids, "lists of token ids")
         for word_ids in self.bad_words_ids:
+            _check_list("bad_words", word_ids, "token ids")
             if not word_ids:
                 raise RequestError("bad_words has an entry without any token", "bad_words")
             _check_token_list("bad_words", word_ids, vocab_size)
@@ -123,23 +133,35 @@ _FLOAT_RANGES = (  # name, lowest, highest, lowest itself excluded
     ("presence_penalty", -2.0, 2.0, False),
     ("frequency_penalty", -2.0, 2.0, False),
 )
-_INT_RANGES = (("top_k", -1, None), ("n", 1, MAX_N), ("min_tokens", 0, None))
+_INT_RANGES = (("top_k", -1, 2**31 - 1), ("n", 1, MAX_N), ("min_tokens", 0, MAX_INT))
+_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
 
-def _check_float(name: str, value: object, low: float, high: float | None, open_low: bool) -> None:
-    wanted = f"{'above' if open_low else 'at least'} {low:g}" + ("" if high is None else f" and at most {high:g}")
+def _check_list(name: str, value: object, what: str) -> None:
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise RequestError(f"{name} must be a list of {what}, got {value!r}", name)
+
+
+def _check_strings(name: str, value: Sequence[object]) -> None:
+    _check_list(name, value, "strings")
+    for text in value:
+        if not isinstance(text, str):
+            raise RequestError(f"{name} must be a list of strings, got one with {text!r}", name)
+
+
+def _check_float(name: str, value: object, low: float, high: float, open_low: bool) -> None:
+    wanted = f"{'above' if open_low else 'at least'} {low:g} and at most {high:g}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(f"{name} must be a number {wanted}, got {value!r}", name)
-    too_low = value <= low if open_low else value < low
-    if not math.isfinite(value) or too_low or (high is not None and value > high):
+    if not low <= value <= high or (open_low and value == low):  # NaN is in no range
         raise RequestError(f"{name} must be finite, {wanted}, got {value!r}", name)
 
 
-def _check_int(name: str, value: object, low: int, high: int | None) -> None:
-    wanted = f"at least {low}" + ("" if high is None else f" and at most {high}")
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    wanted = f"at least {low}" + ("" if high == MAX_INT else f" and at most {high}")
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(f"{name} must be an integer {wanted}, got {value!r}", name)
-    if value < low or (high is not None and value > high):
+    if not low <= value <= high:
         raise RequestError(f"{name} must be {wanted}, got {value}", name)
 
 
@@ -149,6 +171,7 @@ def _check_token_id(name: str, value: object, vocab_size: int) -> None:
 
 
 def _check_token_list(name: str, ids: Sequence[int], vocab_size: int, longest: int = MAX_TOKEN_LIST) -> None:
+    _check_list(name, ids, "token ids")
     if len(ids) > longest:
         raise RequestError(f"{name} has {len(ids)} ids; at most {longest} are allowed", name)
     for token_id in ids:
@@ -171,8 +194,12 @@ class GenerationRequest:
     def validate(self, vocab_size: int, max_model_len: int, max_logprobs: int = 20) -> None:
         """Raises RequestError for an empty prompt, ids outside the vocabulary, or no room for one new token."""
         self.sampling.validate(vocab_size, max_logprobs)
+        _check_list("prompt", self.prompt_ids, "token ids")
         if not self.prompt_ids:
             raise RequestError("the prompt is empty: give at least one token", "prompt")
+        if set(map(type, self.prompt_ids)) != {int}:
+            odd = next(token_id for token_id in self.prompt_ids if type(token_id) is not int)
+            raise RequestError(f"the prompt must be a list of token ids, which are integers; it has {odd!r}", "prompt")
         lowest, highest = min(self.prompt_ids), max(self.prompt_ids)
         if lowest < 0 or highest >= vocab_size:
             found = lowest if lowest < 0 else highest

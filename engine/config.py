@@ -136,27 +136,27 @@ class EngineConfig:
             raise ConfigError("\n".join(f"{name} {problem}" for name, problem in found))
 
 
-_INT_RANGES: tuple[tuple[str, int, int | None], ...] = (
+_INT_RANGES: tuple[tuple[str, int, int], ...] = (  # the upper ends keep a slip of the pen from stalling the start
     ("port", 0, 65535),
     ("seed", 0, 2**63 - 1),
-    ("max_model_len", 2, None),
+    ("max_model_len", 2, 2**28),
     ("block_size", 1, 1024),
-    ("num_gpu_blocks_override", 1, None),
-    ("max_num_seqs", 1, None),
-    ("max_num_batched_tokens", 1, None),
-    ("max_waiting", 1, None),
-    ("max_logprobs", 0, None),
-    ("num_threads", 1, None),
+    ("num_gpu_blocks_override", 1, 2**24),
+    ("max_num_seqs", 1, 2**16),
+    ("max_num_batched_tokens", 1, 2**24),
+    ("max_waiting", 1, 2**31 - 1),
+    ("max_logprobs", 0, 2**24),
+    ("num_threads", 1, 1024),
 )
 _MAY_BE_NONE = ("max_model_len", "num_gpu_blocks_override", "num_threads")
 
 
-def _int_problem(name: str, value: object, low: int, high: int | None) -> list[tuple[str, str]]:
+def _int_problem(name: str, value: object, low: int, high: int) -> list[tuple[str, str]]:
     if value is None and name in _MAY_BE_NONE:
         return []
-    wanted = f"at least {low}" if high is None else f"{low} to {high}"
+    wanted = f"{low} to {high}"
     if isinstance(value, bool) or not isinstance(value, int):
         return [(name, f"is {value!r}; it must be an integer, {wanted}")]
-    if value < low or (high is not None and value > high):
+    if not low <= value <= high:
         return [(name, f"is {value}; it must be {wanted}")]
     return []

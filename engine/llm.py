@@ -129,16 +129,20 @@ class LLM:
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
             return tuple(require_tokenizer(self.tokenizer, "pass token ids").encode(prompt))
-        return tuple(prompt)
+        return tuple(_list("prompt", prompt))
 
     def _sampling(self, sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if sampling is None:
             sampling = default_sampling(self.info)
-        many = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
+        many = [sampling] * count if isinstance(sampling, SamplingParams) else _list("sampling", sampling)
+        if odd := [one for one in many if not isinstance(one, SamplingParams)]:
+            raise RequestError(f"sampling must be SamplingParams, or a list of them, found {odd[0]!r}", "sampling")
         if len(many) != count:
             raise RequestError(
                 f"{len(many)} sampling parameters for {count} prompts; give one, or one each", "sampling"
             )
+        for one in many:  # before bad_words are read
+            one.validate(self.info.vocab_size, self.info.max_logprobs)
         return [with_bad_words(one, self.tokenizer) for one in many]
 
     def _run(self, jobs: list[tuple[tuple[int, ...], SamplingParams]]) -> list[RequestOutput]:
@@ -206,12 +210,39 @@ def _completion(deltas: list[OutputDelta]) -> Completion:
     )
 
 
+def _list(name: str, value: Any) -> list[Any]:
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise RequestError(f"{name} must be a list or a tuple, found {type(value).__name__}", name)
+    return list(value)
+
+
 def _prompts(prompts: Any) -> list[Prompt]:
     """A list of prompts; a text or a list of ids alone is one prompt."""
-    is_one = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
-    return [prompts] if is_one else list(prompts)
+    if isinstance(prompts, str):
+        return [prompts]
+    many = _list("prompt", prompts)
+    return [many] if many and isinstance(many[0], int) else many
 
 
 def _conversations(conversations: Any) -> list[Messages]:
     """A list of conversations; one conversation alone is one."""
-    return [conversations] if conversations and isinstance(conversations[0], Mapping) else list(conversations)
+    many = _list("messages", conversations)
+    if not many:
+        raise RequestError("messages is empty; give at least one message", "messages")
+    many = [many] if isinstance(many[0], Mapping) else [_list("messages", messages) for messages in many]
+    for messages in many:
+        if not messages:
+            raise RequestError("a conversation has no messages; give at least one", "messages")
+        for index, message in enumerate(messages):
+            _check_message(message, f"messages[{index}]")
+    return many
+
+
+def _check_message(message: object, name: str) -> None:
+    """What the server asks of a message too; the chat template looks at the content."""
+    if not isinstance(message, Mapping):
+        raise RequestError(f"a message must be a mapping such as a dict, found {type(message).__name__}", name)
+    if not isinstance(message.get("role"), str):
+        raise RequestError("a message must have a 'role', which is a text", f"{name}.role")
+    if message.get("content") is None and not message.get("tool_calls"):
+        raise RequestError("a message must have a 'content', a text or a list of text parts", f"{name}.content")

@@ -12,6 +12,7 @@ from engine.runner import PROMPT_LOGPROB_ROWS
 from engine.system import available_memory
 
 FLOAT32 = 4
+ROPE_BYTES = 24  # per position and dimension, while RopeTable makes its angles, cosines and sines in float64
 KV_SHARE = 0.4  # of the memory that is left, if nothing is said
 KV_LIMIT = 4 << 30  # bytes; a CPU does not serve more contexts than this holds
 
@@ -51,30 +52,56 @@ def plan_memory(config: EngineConfig, model: Model, weight_bytes: int, max_model
     """Sizes the KV pool: num_gpu_blocks_override if given, else a share of what is free.
 
     Raises:
-        ConfigError: not even one block fits.
+        ConfigError: the largest step, the rotary table, one block or all of num_gpu_blocks_override does not fit;
+            names what is too large.
     """
     block_bytes = sum(spec.bytes_per_block(config.block_size, FLOAT32) for spec in model.cache_specs)
-    workspace = _workspace(config, model, max_model_len)
+    uses = _workspace(config, model, max_model_len)
+    workspace = uses["max_num_batched_tokens"] + max(uses["max_model_len"], uses["max_num_seqs"])
+    available = available_memory()
+    if workspace > available:
+        name = max(uses, key=uses.__getitem__)
+        value = max_model_len if name == "max_model_len" else getattr(config, name)
+        raise ConfigError(
+            f"the largest step needs {workspace / 1e6:,.0f} MB, {uses[name] / 1e6:,.0f} MB of them for "
+            f"--{name.replace('_', '-')} {value}, and {available / 1e6:,.0f} MB are free; set that lower"
+        )
+    table = ROPE_BYTES * model.config.head_dim * max_model_len
+    if table > available:
+        raise ConfigError(
+            f"the rotary table for --max-model-len {max_model_len} needs {table / 1e6:,.0f} MB while it is made, and "
+            f"{available / 1e6:,.0f} MB are free; set that lower"
+        )
+    free = available - workspace
     num_blocks = config.num_gpu_blocks_override
     if num_blocks is None:
         enough = config.max_num_seqs * -(-max_model_len // config.block_size)
-        free = available_memory() - workspace
         num_blocks = min(enough, int(min(KV_LIMIT, KV_SHARE * free)) // block_bytes)
         if num_blocks < 1:
             raise ConfigError(
                 f"no memory is left for the KV cache: {free / 1e6:,.0f} MB are free, a block of {config.block_size} "
                 f"tokens takes {block_bytes / 1e6:,.1f} MB; use a smaller model or free some memory"
             )
+    elif num_blocks * block_bytes > free:
+        raise ConfigError(
+            f"--num-gpu-blocks-override {num_blocks}: these blocks take {num_blocks * block_bytes / 1e6:,.0f} MB, and "
+            f"{free / 1e6:,.0f} MB are free; use at most {free // block_bytes}"
+        )
     return MemoryPlan(weight_bytes, num_blocks * block_bytes, workspace, num_blocks, config.block_size, max_model_len)
 
 
-def _workspace(config: EngineConfig, model: Model, max_model_len: int) -> int:
-    """Bytes of the temporary arrays of a step at its largest: projections, one tile of scores, logits."""
+def _workspace(config: EngineConfig, model: Model, max_model_len: int) -> dict[str, int]:
+    """Bytes of the temporary arrays of a step at its largest, by the option that sizes them.
+
+    Projections grow with max_num_batched_tokens; beside them are either the tile of keys and scores (max_model_len)
+    or the logits (max_num_seqs).
+    """
     geometry = model.config
     rows = config.max_num_batched_tokens
     qkv = (geometry.n_heads + 2 * geometry.n_kv_heads) * geometry.head_dim
     layer = rows * (2 * qkv + 3 * geometry.intermediate_size + 4 * geometry.hidden_size)
-    whole = -(-max_model_len // config.block_size) * config.block_size  # in whole blocks
+    blocks = -(-max_model_len // config.block_size)
+    whole = min(blocks, config.num_gpu_blocks_override or blocks) * config.block_size  # no sequence outgrows the pool
     gathered = min(max(DECODE_TILE, whole), config.max_num_seqs * whole)  # tokens held at once
     keys = 2 * gathered * geometry.n_kv_heads * geometry.head_dim
     scores = 2 * max(
@@ -82,4 +109,8 @@ def _workspace(config: EngineConfig, model: Model, max_model_len: int) -> int:
         QUERY_TILE * (geometry.n_heads // geometry.n_kv_heads) * whole,  # of a prompt
     )
     logits = 3 * max(PROMPT_LOGPROB_ROWS, config.max_num_seqs) * geometry.vocab_size
-    return FLOAT32 * (layer + max(keys + scores, logits))
+    return {
+        "max_num_batched_tokens": FLOAT32 * layer,
+        "max_model_len": FLOAT32 * (keys + scores),
+        "max_num_seqs": FLOAT32 * logits,
+    }

@@ -7,6 +7,7 @@ all problems of a file are reported together.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,14 @@ ALWAYS_QKV_BIAS = ("Qwen2ForCausalLM",)  # and never one on o_proj
 WITH_QK_NORM = ("Qwen3ForCausalLM",)
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
+# Largest value of each size: far above every model there is, and small enough that no start hangs on a wrong one.
+LARGEST = {
+    **dict.fromkeys(("num_hidden_layers", "max_window_layers"), 4096),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 2**16),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 2**24),
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), 2**26),
+    "sliding_window": 2**31,
+}
 LARGEST_NUMBER = 1e30  # any real constant is far below; infinity, NaN and integers too large for a float are not
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_NUMBERS: dict[str, tuple[str, ...]] = {  # what each kind must have besides its base
@@ -131,12 +140,14 @@ class _Fields:
         """The value of a key of the family's row; None for a key that the family does not have."""
         return self.values.get(key, self.defaults[key]) if key in self.defaults else None
 
-    def integer(self, key: str, value: Any) -> int:
-        """value, if it is an integer of at least 1; otherwise 0, with a problem noted."""
+    def integer(self, key: str, value: Any, low: int = 1) -> int:
+        """value, if it is an integer from low to LARGEST; otherwise 0, with a problem noted."""
         if value is None:
             self.problem(f"{key} is missing")
-        elif not _is_int(value) or value < 1:
-            self.problem(f"{key} must be an integer of at least 1, found {value!r}")
+        elif not _is_int(value) or value < low:
+            self.problem(f"{key} must be an integer of at least {low}, found {reprlib.repr(value)}")
+        elif value > LARGEST[key]:
+            self.problem(f"{key} must be at most {LARGEST[key]}, found {reprlib.repr(value)}")
         else:
             return int(value)
         return 0
@@ -219,7 +230,7 @@ class _Fields:
         window = self.integer("sliding_window", value)
         layer_types = self.optional("layer_types")
         if layer_types is None:
-            first = self.optional("max_window_layers") or 0
+            first = self.integer("max_window_layers", self.optional("max_window_layers") or 0, low=0)
             return tuple(window if layer >= first else None for layer in range(n_layers))
         known = isinstance(layer_types, list) and all(kind in LAYER_TYPES for kind in layer_types)
         if not known or len(layer_types) != n_layers:

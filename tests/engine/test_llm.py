@@ -201,3 +201,84 @@ def test_without_sampling_the_models_own_defaults_hold(tmp_path: Path) -> None:
 def test_wrong_options_are_all_told() -> None:
     with pytest.raises(ConfigError, match=r"--block-size[\s\S]*--max-num-seqs"):
         LLM("nowhere", block_size=0, max_num_seqs=0)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "says"),
+    [
+        ([[5.0]], "5.0"),
+        ([[5, True]], "True"),
+        ([["a"]], "'a'"),
+        (None, "NoneType"),
+        (5, "int"),
+        (b"ab", "bytes"),
+        ([None], "NoneType"),
+        ([5, "a"], "'a'"),
+    ],
+)
+def test_prompts_of_a_wrong_kind_are_refused_by_name(llm: LLM, prompts: Any, says: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.generate(prompts, GREEDY)
+    assert caught.value.param == "prompt"
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("conversations", "param"),
+    [
+        (5, "messages"),
+        ("hello", "messages"),
+        ([], "messages"),
+        ([[]], "messages"),
+        (["hello"], "messages"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": None}], "messages[0].content"),
+        ([{"content": "a"}], "messages[0].role"),
+        ([[{"role": "user", "content": "a"}, 5]], "messages[1]"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+    ],
+)
+def test_conversations_of_a_wrong_kind_are_refused_by_name(llm: LLM, conversations: Any, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.chat(conversations, GREEDY)
+    assert caught.value.param == param
+
+
+WRONG_PARAMS: list[dict[str, Any]] = [
+    {"stop": "zq "},
+    {"stop": (1,)},
+    {"stop": None},
+    {"stop_token_ids": 5},
+    {"stop_token_ids": "5"},
+    {"stop_token_ids": (5.0,)},
+    {"allowed_token_ids": 5},
+    {"bad_words": "abc"},
+    {"bad_words": (1,)},
+    {"bad_words_ids": (5,)},
+    {"bad_words_ids": 5},
+    {"logit_bias": [1]},
+    {"ignore_eos": "no"},
+    {"skip_special_tokens": "x"},
+    {"include_stop_str_in_output": 1},
+    {"top_k": 10**30},
+    {"max_tokens": 10**30},
+    {"min_tokens": 10**30},
+    {"temperature": 10**400},
+    {"temperature": float("nan")},
+    {"logprobs": "1"},
+]
+
+
+@pytest.mark.parametrize(
+    "wrong", WRONG_PARAMS, ids=lambda wrong: f"{next(iter(wrong))}={str(next(iter(wrong.values())))[:9]}"
+)
+def test_parameters_of_a_wrong_kind_are_refused_by_name(llm: LLM, wrong: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.generate("a", SamplingParams(**wrong))
+    assert (caught.value.param or "").removesuffix("_ids") == next(iter(wrong)).removesuffix("_ids")
+
+
+def test_sampling_of_a_wrong_kind_is_refused_by_name(llm: LLM) -> None:
+    for wrong in (5, "greedy", [{"temperature": 0}]):
+        with pytest.raises(RequestError, match="sampling must be"):
+            llm.generate(["a"], wrong)  # type: ignore[arg-type]

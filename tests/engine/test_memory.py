@@ -49,14 +49,40 @@ def test_no_more_blocks_than_all_sequences_could_fill(folder: Path, monkeypatch:
 
 
 def test_the_override_is_taken_as_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_module, "available_memory", lambda: 0)
     built = build(folder, num_gpu_blocks_override=5, block_size=3)
     assert (built.memory.num_blocks, built.engine.scheduler.blocks.num_blocks) == (5, 5)
     assert built.memory.num_kv_tokens == 15
+    needed = built.memory.workspace + built.memory.kv_pool
+    monkeypatch.setattr(memory_module, "available_memory", lambda: needed)
+    assert build(folder, num_gpu_blocks_override=5, block_size=3).memory.num_blocks == 5
+    with pytest.raises(ConfigError, match=r"--num-gpu-blocks-override 6: .* use at most 5"):
+        build(folder, num_gpu_blocks_override=6, block_size=3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"max_num_batched_tokens": 1 << 24}, "--max-num-batched-tokens 16777216"),
+        ({"max_num_seqs": 1 << 16, "max_num_batched_tokens": 1 << 16, "max_model_len": 16}, "--max-num-seqs 65536"),
+        ({"max_model_len": 1 << 20}, "--max-model-len 1048576"),
+        ({"max_model_len": 1 << 20, "num_gpu_blocks_override": 1}, "rotary table for --max-model-len 1048576"),
+    ],
+)
+def test_a_step_that_cannot_fit_names_what_is_too_large(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], says: str
+) -> None:
+    """0.7 GB are free; each setting alone needs more."""
+    monkeypatch.setattr(memory_module, "available_memory", lambda: 700_000_000)
+    long = rand_model(tmp_path, vocab_size=VOCAB, max_position_embeddings=1 << 20)
+    with pytest.raises(ConfigError) as caught:
+        build(long, **settings)
+    assert says in str(caught.value)
+    assert " -" not in str(caught.value).replace(" --", ""), "no memory below zero"
 
 
 def test_too_little_memory_for_one_block_is_a_clear_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_module, "available_memory", lambda: 1000)
+    workspace = build(folder).memory.workspace
+    monkeypatch.setattr(memory_module, "available_memory", lambda: workspace + 1000)
     with pytest.raises(ConfigError, match="no memory is left for the KV cache"):
         build(folder)
 

@@ -284,3 +284,34 @@ def test_config_survives_json():
     """What json gives (lists, ints for floats) is what is read."""
     text = json.dumps(llama_config(rope_theta=10000, rope_scaling={"type": "linear", "factor": 4}))
     assert model_config_from_hf(json.loads(text), None, "config.json").rope == RopeConfig("linear", 10000.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_size",
+        "intermediate_size",
+        "vocab_size",
+        "max_position_embeddings",
+    ],
+)
+def test_sizes_beyond_all_models_are_refused_by_name(key: str):
+    """Before: a weight map of a billion layers, built until memory ran out."""
+    for value in (10**9, 10**30):
+        assert f"{key} must be at most" in refusal(**{key: value})
+
+
+def test_windows_of_a_wrong_kind_are_refused_by_name():
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
+    assert "max_window_layers must be an integer" in refusal(**qwen, max_window_layers="x")
+    assert "sliding_window must be at most" in refusal(**qwen, sliding_window=10**30)
+
+
+def test_token_ids_and_sampling_defaults_that_no_message_can_carry():
+    assert "top_k" in refusal({"top_k": 10**30})
+    assert "temperature" in refusal({"temperature": 1e300})
+    assert "temperature" in refusal({"temperature": 10**400})

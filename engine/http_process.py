@@ -22,6 +22,7 @@ from engine.checkpoint.text import load_text
 from engine.client import AsyncEngineClient
 from engine.env import read_environment
 from engine.errors import GlintError
+from engine.http_protocol import HttpProtocol
 from engine.log import set_up_logging
 from engine.messages import (
     HEADER_SIZE,
@@ -61,7 +62,9 @@ async def main(engine_fd: int, listen_fd: int) -> int:
             api_keys=settings.api_keys, root_path=settings.root_path, allowed_origins=settings.allowed_origins
         ),
     )
-    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=CLOSE_S)
+    config = uvicorn.Config(
+        app, http=HttpProtocol, ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=CLOSE_S
+    )
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=listen_fd)]))
     code = await _follow(reader, writer, client)

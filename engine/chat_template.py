@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateSyntaxError
 
 from engine.errors import ConfigError, RequestError
 from engine.template_sandbox import RaisedByTemplate, TemplateEnvironment
@@ -35,15 +35,15 @@ class ChatTemplate:
             source: names the template in errors.
 
         Raises:
-            ConfigError: the text is not a template, or it wants to include other files.
+            ConfigError: the text is no template, cannot be compiled, or wants to include other files.
         """
         self._environment = TemplateEnvironment()
         self._special_tokens = dict(special_tokens)
         self._reserved = RESERVED | self._environment.globals.keys()
         try:
             self._template = self._environment.from_string(text)
-        except (TemplateError, RecursionError) as error:
-            line = getattr(error, "lineno", None)
+        except Exception as error:  # Jinja's own, and all that Python's compiler says of the code that Jinja makes
+            line = error.lineno if isinstance(error, TemplateSyntaxError) else None
             place = "" if line is None else f" in line {line}"
             raise ConfigError(f"the chat template of {source} is broken{place}: {error}") from error
 
@@ -198,13 +198,17 @@ def _override_text(override: str) -> tuple[str, str]:
     if "{" in override:
         return override, "--chat-template"
     file = Path(override)
-    if not file.is_file():
+    try:
+        is_file = file.is_file()
+    except OSError:  # no file can have such a name
+        is_file = False
+    if not is_file:
         raise ConfigError(f"--chat-template {override!r} is neither a file nor a template (a template has '{{' in it)")
     return _read(file), str(file)
 
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the chat template {file} cannot be read: {error}") from error

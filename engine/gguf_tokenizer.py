@@ -46,7 +46,11 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """
     kind = _need(metadata, "tokenizer.ggml.model", str)
     tokens = _need(metadata, "tokenizer.ggml.tokens", list)
+    if odd := [token for token in tokens if not isinstance(token, str)]:
+        raise ConfigError(f"tokenizer.ggml.tokens must be strings, found {odd[0]!r}")
     types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if not isinstance(types, list):
+        raise ConfigError(f"tokenizer.ggml.token_type must be a list, found {types!r}")
     if len(types) != len(tokens):
         raise ConfigError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
     build = _BUILDERS.get(kind)
@@ -75,8 +79,8 @@ def gguf_special_token(metadata: Mapping[str, Any], name: str) -> str | None:
     tokens = metadata["tokenizer.ggml.tokens"]
     if token_id is None:
         return None
-    if not 0 <= token_id < len(tokens):
-        raise ConfigError(f"{key} is {token_id}; the file has tokens 0 to {len(tokens) - 1}")
+    if type(token_id) is not int or not 0 <= token_id < len(tokens):
+        raise ConfigError(f"{key} is {token_id!r}; the file has tokens 0 to {len(tokens) - 1}")
     return str(tokens[token_id])
 
 
@@ -88,6 +92,13 @@ def _need(metadata: Mapping[str, Any], key: str, kind: type) -> Any:
     return value
 
 
+def _merge(text: object) -> tuple[str, str]:
+    parts = text.split(" ") if isinstance(text, str) else []
+    if len(parts) != 2:
+        raise ConfigError(f"tokenizer.ggml.merges must be pairs of pieces with a space between, found {text!r}")
+    return parts[0], parts[1]
+
+
 def _added(token: str) -> AddedToken:
     return AddedToken(token, normalized=False)
 
@@ -96,7 +107,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str], types: Seque
     name = metadata.get("tokenizer.ggml.pre", "default")
     if name not in _PATTERNS:
         raise ConfigError(f"tokenizer.ggml.pre is {name!r}; supported are {', '.join(sorted(_PATTERNS))}")
-    merges = [tuple(merge.split(" ")) for merge in _need(metadata, "tokenizer.ggml.merges", list)]
+    merges = [_merge(text) for text in _need(metadata, "tokenizer.ggml.merges", list)]
     vocab = {token: index for index, token in enumerate(tokens)}
     is_llama3 = name in _LLAMA3_NAMES
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=is_llama3))

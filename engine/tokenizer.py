@@ -26,7 +26,10 @@ from engine.token_bytes import ByteStream, TokenBytes, build_token_bytes
 
 logger = logging.getLogger(__name__)
 
+LARGEST_ID = 2**24 - 1  # far above every vocabulary; tables with a row for each id up to the largest are made
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+MAX_NORMALIZER_SHRINK = 4  # bytes of a text for one byte after NFKC: the mathematical letters U+1D400 and up
 
 
 class Tokenizer:
@@ -38,13 +41,14 @@ class Tokenizer:
         special_ids: ids whose text is left out with skip_special_tokens.
         special_tokens: strings by name ("bos_token", "eos_token", …); a chat template may use them.
         bos_token_id, eos_token_id: ids of two of them, None if there is none.
+        longest_token_bytes: no more bytes of a text become one token, save where whitespace is dropped.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], source: str) -> None:
         """Takes backend over.
 
         Raises:
-            ConfigError: the decoder is of a kind that is not supported.
+            ConfigError: the decoder is of a kind that is not supported, or an id is far too large.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -52,12 +56,18 @@ class Tokenizer:
         self._warned_bos = False
         self.source = source
         self.special_tokens = dict(special_tokens)
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        if self.vocab_size - 1 > LARGEST_ID:
+            token = max(vocab, key=vocab.__getitem__)
+            raise ConfigError(f"{source}: token {token!r} has id {vocab[token]}; ids are 0 to {LARGEST_ID}")
         strings = [backend.id_to_token(token_id) for token_id in range(self.vocab_size)]
         decoder = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
         self.token_bytes: TokenBytes = build_token_bytes(decoder, strings, source)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        longest = max(map(len, (*self.token_bytes.table, *self.token_bytes.at_start.values())), default=1)
+        self.longest_token_bytes = max(longest, 1) * (1 if backend.normalizer is None else MAX_NORMALIZER_SHRINK)
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
 
@@ -138,11 +148,12 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     if not file.is_file():
         return None
     try:
-        backend = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        backend = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8-sig"))
     except Exception as error:  # the library raises plain Exception for whatever is wrong with the file
         raise ConfigError(f"{file} cannot be read: {error}") from error
     config = {**read_json(path / "special_tokens_map.json"), **read_json(path / "tokenizer_config.json")}
-    special_tokens = {name: text for name in SPECIAL_NAMES if (text := _token_text(config.get(name))) is not None}
+    found = {name: _token_text(config.get(name), name, path) for name in SPECIAL_NAMES}
+    special_tokens = {name: text for name, text in found.items() if text is not None}
     _add_missing(backend, config, special_tokens, path)
     if backend.post_processor is None and config.get("add_bos_token") and "bos_token" in special_tokens:
         bos = special_tokens["bos_token"]
@@ -172,18 +183,22 @@ def read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from error
+        content = json.loads(file.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{file} must hold a JSON object, found {type(content).__name__}")
     return content
 
 
-def _token_text(value: object) -> str | None:
+def _token_text(value: object, name: str, path: Path) -> str | None:
     """A special token is written as a string or as an object with its content."""
     text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) and text else None
+    if not isinstance(text, str) or not text:
+        return None
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ConfigError(f"{path}: {name} is {text!r} in its tokenizer files, which has a lone surrogate")
+    return text
 
 
 def _add_missing(
@@ -201,7 +216,11 @@ def _add_missing(
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path / 'tokenizer_config.json'}: added_tokens_decoder is broken: {error!r}") from error
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    extra = config.get("additional_special_tokens") or []
-    texts = [*special_tokens.values(), *(text for token in extra if (text := _token_text(token)) is not None)]
+    name = "additional_special_tokens"
+    extra = config.get(name) or []
+    if not isinstance(extra, list):
+        raise ConfigError(f"{path}: {name} must be a list of tokens in its tokenizer files, found {extra!r}")
+    extra_texts = [_token_text(token, name, path) for token in extra]
+    texts = [*special_tokens.values(), *(text for text in extra_texts if text is not None)]
     missing = [text for text in dict.fromkeys(texts) if text not in known]
     backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in missing])

@@ -18,6 +18,7 @@ from engine.errors import CheckpointError, ConfigError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_LISTED = 50  # names in one message
+MAX_NAME_BYTES = 255  # of a file, in every usual file system
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read, is not JSON, or holds something else than an object.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):
@@ -98,4 +99,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _is_plain_name(file: str) -> bool:
-    return file.endswith(".safetensors") and not any(mark in file for mark in "/\\:\0")
+    """Whether a file system can have it as the name of a file."""
+    is_short = len(file.encode("utf-8", "surrogatepass")) <= MAX_NAME_BYTES
+    is_text = not any("\ud800" <= character <= "\udfff" for character in file)
+    return is_short and is_text and file.endswith(".safetensors") and not any(mark in file for mark in "/\\:\0")

@@ -9,6 +9,7 @@ is the weights and one mapped tensor, disks see one sequential read, and nothing
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 import zlib
@@ -166,7 +167,21 @@ def _check(source: ModelSource, tensors: Mapping[str, StoredTensor], weight_map:
 
 
 def _allocate(weight_map: WeightMap) -> tuple[Weights, list[_Copy]]:
-    """Uninitialized weights, and which tensor fills which part of them. Parts are stacked along out."""
+    """Uninitialized weights, and which tensor fills which part of them. Parts are stacked along out.
+
+    Raises:
+        ConfigError: there is no memory for them.
+    """
+    try:
+        return _allocate_all(weight_map)
+    except MemoryError as error:
+        num_bytes = sum(4 * math.prod(shape) for _, shape in _wanted(weight_map))
+        raise ConfigError(
+            f"no memory for the weights: the config asks for {num_bytes / 1e6:,.0f} MB; use a smaller model"
+        ) from error
+
+
+def _allocate_all(weight_map: WeightMap) -> tuple[Weights, list[_Copy]]:
     copies: list[_Copy] = []
     arrays: dict[str, Floats] = {}
     for array in weight_map.arrays:

@@ -298,3 +298,34 @@ def test_a_template_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"chat_template\.jinja cannot be read"):
         _load(tmp_path)
+
+
+NOT_COMPILED = {
+    "nested": "{% for a in [1] %}" * 25 + "{% endfor %}" * 25,
+    "break": "{% break %}",
+    "twice": "{% macro a(x, x) %}{% endmacro %}",
+    "digits": "{{ " + "9" * 5000 + " }}",
+    "deep": "{{ " + "(" * 5000 + ")" * 5000 + " }}",
+}
+
+
+@pytest.mark.parametrize("name", NOT_COMPILED)
+def test_what_cannot_be_compiled_is_an_error_of_the_config(name: str) -> None:
+    """Jinja lets errors of Python's own compiler through."""
+    with pytest.raises(ConfigError, match="the chat template of test is broken"):
+        template(NOT_COMPILED[name])
+
+
+def test_an_override_that_no_file_can_be_named_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="neither a file nor a template"):
+        load_chat_template(tmp_path, SPECIAL, override="x" * 300)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json", "chat_template.json"])
+def test_a_byte_order_mark_is_no_part_of_the_template(tmp_path: Path, name: str) -> None:
+    text = "[{{ messages[0].content }}]"
+    content = text if name.endswith("jinja") else json.dumps({"chat_template": text})
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    loaded = load_chat_template(tmp_path, SPECIAL)
+    assert loaded is not None
+    assert loaded.render([USER]) == "[Hi]"

@@ -185,3 +185,17 @@ def test_qwen_composes_characters(pre: str, text: str) -> None:
 def test_broken_metadata_is_refused_by_key(metadata: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         build_gguf_tokenizer(metadata)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("merges", ["ab"]), ("merges", [1]), ("merges", ["a b c"]), ("tokens", [1, 2]), ("token_type", 5)],
+)
+def test_lists_of_a_wrong_kind_name_their_key(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"tokenizer.ggml.{name} must be "):
+        build_gguf_tokenizer(byte_level_metadata(**{name: value}))
+
+
+def test_a_special_id_that_is_no_integer_names_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.ggml\.bos_token_id is 'x'"):
+        build_gguf_tokenizer(byte_level_metadata(bos_token_id="x"))

@@ -290,3 +290,45 @@ def test_added_token_with_spaces_around(tmp_path: Path) -> None:
     backend.add_special_tokens([AddedToken("<mask>", lstrip=True, normalized=False)])
     tokenizer = _loaded(tmp_path, backend)
     assert tokenizer.encode("hello   <mask>") == [*tokenizer.encode("hello"), tokenizer.vocab_size - 1]
+
+
+def test_ids_far_beyond_the_entries_are_refused_before_a_table_is_made(tmp_path: Path) -> None:
+    """Before: a list of four billion strings."""
+    write_tokenizer(tmp_path, byte_level_tokenizer())
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["vocab"]["zz"] = 4_000_000_000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="token 'zz' has id 4000000000; ids are 0 to 16777215"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("additional_special_tokens", 5, "must be a list of tokens"),
+        ("additional_special_tokens", "abc", "must be a list of tokens"),
+        ("additional_special_tokens", ["\ud800"], "lone surrogate"),
+        ("bos_token", "\ud800", "lone surrogate"),
+        ("bos_token", {"content": "a\udfff"}, "lone surrogate"),
+    ],
+)
+def test_special_tokens_of_a_wrong_kind_are_refused_by_name(tmp_path: Path, key: str, value: object, says: str) -> None:
+    write_tokenizer(tmp_path, byte_level_tokenizer())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({key: value}))
+    with pytest.raises(ConfigError) as caught:
+        load_tokenizer(tmp_path)
+    assert key in str(caught.value)
+    assert says in str(caught.value)
+
+
+def test_a_byte_order_mark_changes_nothing(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, byte_level_tokenizer())
+    plain = load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|im_start|>"}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
+    marked = load_tokenizer(tmp_path)
+    assert plain is not None
+    assert marked is not None
+    assert marked.encode("hello") == plain.encode("hello")
+    assert marked.special_tokens == {"bos_token": "<|im_start|>"}

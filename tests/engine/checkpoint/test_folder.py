@@ -151,3 +151,16 @@ def test_links_into_another_folder_are_fine(sharded: Path, tmp_path: Path):
     for file in sharded.iterdir():
         (cache / file.name).symlink_to(file)
     load(cache)
+
+
+@pytest.mark.parametrize("file", ["x" * 300 + ".safetensors", "\u00e9" * 130 + ".safetensors", "\ud800.safetensors"])
+def test_an_index_with_a_name_that_no_file_can_have_is_refused(sharded: Path, file: str):
+    edit_index(sharded, **{"model.norm.weight": file})
+    assert "'model.norm.weight' is said to be in" in refusal(sharded)
+
+
+def test_a_byte_order_mark_in_the_json_files_changes_nothing(sharded: Path):
+    plain = load(sharded)
+    for name in (INDEX, "config.json"):
+        (sharded / name).write_bytes(b"\xef\xbb\xbf" + (sharded / name).read_bytes())
+    assert load(sharded).num_bytes == plain.num_bytes

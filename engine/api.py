@@ -19,7 +19,10 @@ GREEDY_TEMPERATURE = 1e-5  # below this a row is greedy, and top_k, top_p and mi
 MIN_TEMPERATURE = 1e-2  # positive temperatures below this are raised to it: smaller ones overflow the softmax
 MAX_N = 128
 MAX_STOP_STRINGS = 64
-MAX_STOP_CHARS = 1024
+MAX_STOP_CHARS = 256
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 128
+MAX_LOGIT_BIAS = 1024  # entries; allowed_token_ids takes as many as the vocabulary has
 MAX_TOKEN_LIST = 4096
 MAX_INT = 2**63 - 1  # what a message to the engine can carry
 
@@ -105,6 +108,7 @@ class SamplingParams:
     def _validate_token_lists(self, vocab_size: int) -> None:
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}", "logit_bias")
+        check_logit_bias_size(len(self.logit_bias))
         for token_id, bias in self.logit_bias.items():
             _check_token_id("logit_bias", token_id, vocab_size)
             _check_float("logit_bias", bias, -100.0, 100.0, False)
@@ -115,8 +119,7 @@ class SamplingParams:
                 raise RequestError("allowed_token_ids is empty, so no token could be sampled", "allowed_token_ids")
             _check_token_list("allowed_token_ids", self.allowed_token_ids, vocab_size, vocab_size)
         _check_strings("bad_words", self.bad_words)
-        if len(self.bad_words) > MAX_TOKEN_LIST or any(not word for word in self.bad_words):
-            raise RequestError(f"bad_words takes up to {MAX_TOKEN_LIST} non-empty strings", "bad_words")
+        check_bad_words(self.bad_words)
         _check_list("bad_words_ids", self.bad_words_ids, "lists of token ids")
         for word_ids in self.bad_words_ids:
             _check_list("bad_words", word_ids, "token ids")
@@ -147,6 +150,33 @@ def _check_strings(name: str, value: Sequence[object]) -> None:
     for text in value:
         if not isinstance(text, str):
             raise RequestError(f"{name} must be a list of strings, got one with {text!r}", name)
+
+
+def check_logit_bias_size(num_entries: int) -> None:
+    """Raises RequestError for more than MAX_LOGIT_BIAS entries."""
+    if num_entries > MAX_LOGIT_BIAS:
+        raise RequestError(f"logit_bias has {num_entries} entries; at most {MAX_LOGIT_BIAS} are allowed", "logit_bias")
+
+
+def check_bad_words(words: Sequence[str]) -> None:
+    """Raises RequestError for too many words, an empty or a too long one."""
+    if len(words) > MAX_BAD_WORDS:
+        raise RequestError(f"bad_words has {len(words)} entries; at most {MAX_BAD_WORDS} are allowed", "bad_words")
+    for word in words:
+        if not 1 <= len(word) <= MAX_BAD_WORD_CHARS:
+            raise RequestError(
+                f"bad_words has an entry of {len(word)} characters; 1 to {MAX_BAD_WORD_CHARS} are allowed", "bad_words"
+            )
+
+
+def context_length_error(max_model_len: int, requested: str, param: str = "prompt") -> RequestError:
+    """What is said of a prompt that is too long; requested says how long it is ("70 tokens")."""
+    return RequestError(
+        f"This model's maximum context length is {max_model_len} tokens. However, you requested {requested}. "
+        "Please reduce the length of the messages or completion.",
+        param,
+        "context_length_exceeded",
+    )
 
 
 def _check_float(name: str, value: object, low: float, high: float, open_low: bool) -> None:
@@ -200,21 +230,16 @@ class GenerationRequest:
         if set(map(type, self.prompt_ids)) != {int}:
             odd = next(token_id for token_id in self.prompt_ids if type(token_id) is not int)
             raise RequestError(f"the prompt must be a list of token ids, which are integers; it has {odd!r}", "prompt")
+        num_prompt = len(self.prompt_ids)
+        if num_prompt >= max_model_len:  # before anything walks the ids
+            wanted = 1 if self.sampling.max_tokens is None else self.sampling.max_tokens
+            found = f"{num_prompt + wanted} tokens ({num_prompt} in the messages, {wanted} in the completion)"
+            raise context_length_error(max_model_len, found)
         lowest, highest = min(self.prompt_ids), max(self.prompt_ids)
         if lowest < 0 or highest >= vocab_size:
-            found = lowest if lowest < 0 else highest
+            wrong = lowest if lowest < 0 else highest
             raise RequestError(
-                f"the prompt has token id {found}; ids of this model are 0 to {vocab_size - 1}", "prompt"
-            )
-        num_prompt = len(self.prompt_ids)
-        if num_prompt >= max_model_len:
-            wanted = 1 if self.sampling.max_tokens is None else self.sampling.max_tokens
-            raise RequestError(
-                f"This model's maximum context length is {max_model_len} tokens. However, you requested "
-                f"{num_prompt + wanted} tokens ({num_prompt} in the messages, {wanted} in the completion). "
-                "Please reduce the length of the messages or completion.",
-                "prompt",
-                "context_length_exceeded",
+                f"the prompt has token id {wrong}; ids of this model are 0 to {vocab_size - 1}", "prompt"
             )
 
 
@@ -306,8 +331,8 @@ class EngineClient(Protocol):
     @property
     def state(self) -> EngineState: ...
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises RequestError if the model has no tokenizer."""
+    async def tokenize(self, text: str, add_special_tokens: bool = True, must_fit: bool = False) -> list[int]:
+        """Raises RequestError: the model has no tokenizer; with must_fit, the text can never fit the context."""
 
     async def detokenize(self, token_ids: Sequence[int]) -> str: ...
 
@@ -322,11 +347,13 @@ class EngineClient(Protocol):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        must_fit: bool = False,
     ) -> list[int]:
         """Prompt ids of a conversation.
 
         Raises:
-            RequestError: no tokenizer, no template, the template refuses the messages or leaves its sandbox.
+            RequestError: no tokenizer, no template, the template refuses the messages or leaves its sandbox; with
+                must_fit, the rendered text can never fit the context.
         """
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[OutputDelta, None]:

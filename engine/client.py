@@ -12,13 +12,22 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.api import EngineState, GenerationRequest, ModelInfo, OutputDelta, TokenEvent
+from engine.api import EngineState, GenerationRequest, ModelInfo, OutputDelta, SamplingParams, TokenEvent
 from engine.chat_template import ChatTemplate
-from engine.detokenizer import TextStream, prompt_pieces
+from engine.detokenizer import StopTable, TextStream, prompt_pieces
 from engine.errors import CapacityError, EngineDeadError, GlintError, RequestError, RequestFailedError
 from engine.messages import Abort, Died, Draining, Events, Rejected, Submit, ToEngine, ToFrontEnd, frame
 from engine.metrics import Metrics
-from engine.text import merge_events, require_tokenizer, with_bad_words
+from engine.text import (
+    KeptResults,
+    TextWorkers,
+    bad_word_ids,
+    check_fits,
+    merge_events,
+    require_tokenizer,
+    size_of,
+    with_banned,
+)
 from engine.tokenizer import Tokenizer
 
 NO_TEXT = "token ids cannot be turned into text"
@@ -45,6 +54,9 @@ class AsyncEngineClient:
         self._info: ModelInfo | None = None
         self._tokenizer: Tokenizer | None = None
         self._template: ChatTemplate | None = None
+        self._workers = TextWorkers()
+        self._stop_tables = KeptResults(StopTable, self._workers.short)
+        self._bad_word_ids = KeptResults(self._encode_bad_words, self._workers.short)
 
     # ---- what the process around it tells
 
@@ -103,19 +115,23 @@ class AsyncEngineClient:
     def metrics_text(self) -> bytes:
         return self._metrics.text()
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def tokenize(self, text: str, add_special_tokens: bool = True, must_fit: bool = False) -> list[int]:
         tokenizer = require_tokenizer(self._tokenizer, "text prompts need one; send token ids instead")
-        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+        if must_fit:
+            check_fits(text, tokenizer, self.model.max_model_len, "prompt")
+        return await self._workers.run(len(text), tokenizer.encode, text, add_special_tokens)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        return require_tokenizer(self._tokenizer, NO_TEXT).decode(token_ids)
+        tokenizer = require_tokenizer(self._tokenizer, NO_TEXT)
+        return await self._workers.run(len(token_ids), tokenizer.decode, token_ids)
 
     async def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         tokenizer = require_tokenizer(self._tokenizer, NO_TEXT)
-        return [tokenizer.token_string(token_id) for token_id in token_ids]
+        return await self._workers.run(len(token_ids), lambda: list(map(tokenizer.token_string, token_ids)))
 
     async def prompt_pieces(self, token_ids: Sequence[int]) -> list[str]:
-        return prompt_pieces(require_tokenizer(self._tokenizer, NO_TEXT), token_ids)
+        tokenizer = require_tokenizer(self._tokenizer, NO_TEXT)
+        return await self._workers.run(len(token_ids), prompt_pieces, tokenizer, token_ids)
 
     async def render_chat(
         self,
@@ -123,6 +139,7 @@ class AsyncEngineClient:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        must_fit: bool = False,
     ) -> list[int]:
         tokenizer = require_tokenizer(self._tokenizer, "chat needs one; send token ids to /v1/completions instead")
         template = self._template
@@ -134,23 +151,21 @@ class AsyncEngineClient:
 
         def render() -> list[int]:
             text = template.render(messages, add_generation_prompt, continue_final_message, template_kwargs)
+            if must_fit:  # known only now: a template may leave messages out
+                check_fits(text, tokenizer, self.model.max_model_len, "messages")
             return tokenizer.encode(text, add_special_tokens=False)
 
-        return await asyncio.to_thread(render)  # a long conversation must not hold up other streams
+        return await self._workers.run(size_of([messages, template_kwargs]), render)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[OutputDelta, None]:
-        if self._state.phase != "ready":
-            raise EngineDeadError(self._state.reason)
-        request = replace(
-            request,
-            request_id=uuid.uuid4().hex,
-            sampling=with_bad_words(request.sampling, self._tokenizer),
-        )
+        self._check_ready()
         request.validate(self.model.vocab_size, self.model.max_model_len, self.model.max_logprobs)
+        request = replace(request, request_id=uuid.uuid4().hex, sampling=await self._with_bad_words(request.sampling))
+        streams = await self._text_streams(request)
+        self._check_ready()  # it may have ended while words were encoded
         mailbox = self._mailboxes[request.request_id] = _Mailbox()
         self._metrics.on_submit(request)
         self._send(Submit(request))
-        streams = {index: self._stream(request) for index in range(request.sampling.n)}
         engine_done: set[int] = set()
         outcome = "abort"  # of choices that have not ended when the reader leaves
         try:
@@ -177,8 +192,23 @@ class AsyncEngineClient:
 
     # ---- inside
 
-    def _stream(self, request: GenerationRequest) -> TextStream:
-        return TextStream(self._tokenizer, request.sampling, request.prompt_ids)
+    def _check_ready(self) -> None:
+        if self._state.phase != "ready":
+            raise EngineDeadError(self._state.reason)
+
+    def _encode_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        return bad_word_ids(words, self._tokenizer)
+
+    async def _with_bad_words(self, sampling: SamplingParams) -> SamplingParams:
+        if not sampling.bad_words:
+            return sampling
+        return with_banned(sampling, await self._bad_word_ids.get(sampling.bad_words))
+
+    async def _text_streams(self, request: GenerationRequest) -> dict[int, TextStream]:
+        """One for each choice, by index; all share one table of stop strings."""
+        sampling = request.sampling
+        stops = await self._stop_tables.get(sampling.stop) if sampling.stop else StopTable(())
+        return {index: TextStream(self._tokenizer, sampling, request.prompt_ids, stops) for index in range(sampling.n)}
 
     async def _next_events(self, mailbox: _Mailbox) -> list[TokenEvent]:
         """Everything that has arrived, merged to one event a choice; raises what ended the request."""

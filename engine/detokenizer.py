@@ -79,23 +79,20 @@ def prompt_pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
     return pieces
 
 
-class StopMatcher:
-    """Finds stop strings in text that comes in pieces (Aho and Corasick, 1975).
+class StopTable:
+    """The automaton that finds stop strings (Aho and Corasick, 1975). It never changes, so choices share one.
 
     A state is the longest end of the text that begins a stop string; its depth is the number of characters that
-    must be held back. States are made once for all stop strings; a character then costs one step on average.
+    must be held back. A character costs one step on average.
     """
 
-    def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
+    __slots__ = ("_depth", "_fail", "_found", "_next")
+
+    def __init__(self, stops: Sequence[str]) -> None:
         """
         Args:
             stops: non-empty strings.
-            include_stop: leave the stop string that was found at the end of the text.
         """
-        self.matched: str | None = None
-        self._include_stop = include_stop
-        self._state = 0
-        self._held = ""
         self._next: list[dict[str, int]] = [{}]
         self._fail = [0]
         self._depth = [0]
@@ -126,13 +123,38 @@ class StopMatcher:
             if self._found[state] is None:
                 self._found[state] = self._found[fail]
             for character, following in self._next[state].items():
-                self._fail[following] = self._step(fail, character)
+                self._fail[following] = self.step(fail, character)
                 queue.append(following)
 
-    def _step(self, state: int, character: str) -> int:
+    def step(self, state: int, character: str) -> int:
+        """The state after one more character."""
         while state and character not in self._next[state]:
             state = self._fail[state]
         return self._next[state].get(character, 0)
+
+    def found(self, state: int) -> str | None:
+        """The longest stop string that is complete in this state."""
+        return self._found[state]
+
+    def depth(self, state: int) -> int:
+        """How many characters at the end of the text begin a stop string."""
+        return self._depth[state]
+
+
+class StopMatcher:
+    """Finds stop strings in one text that comes in pieces."""
+
+    def __init__(self, table: StopTable, include_stop: bool = False) -> None:
+        """
+        Args:
+            table: of the stop strings.
+            include_stop: leave the stop string that was found at the end of the text.
+        """
+        self.matched: str | None = None
+        self._table = table
+        self._include_stop = include_stop
+        self._state = 0
+        self._held = ""
 
     def push(self, piece: str, may_stop: bool = True) -> str:
         """Takes the next characters and gives those that can be sent.
@@ -143,15 +165,15 @@ class StopMatcher:
             may_stop: False ignores stop strings that are complete within this piece.
         """
         for index, character in enumerate(piece):
-            self._state = self._step(self._state, character)
-            found = self._found[self._state]
+            self._state = self._table.step(self._state, character)
+            found = self._table.found(self._state)
             if found is not None and may_stop:
                 self.matched = found
                 text = self._held + piece[: index + 1]
                 self._held = ""
                 return text if self._include_stop else text[: len(text) - len(found)]
         text = self._held + piece
-        sent = len(text) - self._depth[self._state]
+        sent = len(text) - self._table.depth(self._state)
         self._held = text[sent:]
         return text[:sent]
 
@@ -172,11 +194,18 @@ class _Piece:
 class TextStream:
     """Turns the token events of one choice into text deltas."""
 
-    def __init__(self, tokenizer: Tokenizer | None, sampling: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        sampling: SamplingParams,
+        prompt_ids: Sequence[int] = (),
+        stops: StopTable | None = None,
+    ) -> None:
         """
         Args:
             tokenizer: None for a model without one; text is None then.
             prompt_ids: the prompt, for the spacing at the start of the text and for prompt_logprobs.
+            stops: the table of sampling.stop, if other choices share it.
 
         Raises:
             RequestError: stop strings without a tokenizer.
@@ -187,7 +216,8 @@ class TextStream:
         self._min_tokens = sampling.min_tokens
         self._prompt_ids = prompt_ids
         self._num_tokens = 0
-        self._matcher = StopMatcher(sampling.stop, sampling.include_stop_str_in_output)
+        table = StopTable(sampling.stop) if stops is None else stops
+        self._matcher = StopMatcher(table, sampling.include_stop_str_in_output)
         self._detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None:
             self._detokenizer = IncrementalDetokenizer(tokenizer, sampling.skip_special_tokens, prompt_ids)

@@ -24,7 +24,7 @@ from engine.api import (
 from engine.build import build_engine
 from engine.checkpoint.text import load_text
 from engine.config import EngineConfig
-from engine.detokenizer import TextStream
+from engine.detokenizer import StopTable, TextStream
 from engine.errors import RequestError, RequestFailedError
 from engine.options import config_from_keywords
 from engine.text import default_sampling, require_tokenizer, with_bad_words
@@ -167,7 +167,8 @@ class LLM:
         return [folds[request.request_id].output() for request in requests]
 
     def _streams(self, request: GenerationRequest) -> list[TextStream]:
-        return [TextStream(self.tokenizer, request.sampling, request.prompt_ids) for _ in range(request.sampling.n)]
+        sampling, stops = request.sampling, StopTable(request.sampling.stop)
+        return [TextStream(self.tokenizer, sampling, request.prompt_ids, stops) for _ in range(sampling.n)]
 
     def _take(self, event: TokenEvent, folds: Mapping[str, _Fold]) -> None:
         if event.finish_reason == "error":

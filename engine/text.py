@@ -1,14 +1,22 @@
-"""What every front end does around the engine: events merged, words to ids, prompts back to text."""
+"""What every front end does around the engine: events merged, words to ids, limits of texts, work off the loop."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from engine.api import ModelInfo, SamplingParams, TokenEvent
+from engine.api import ModelInfo, SamplingParams, TokenEvent, check_bad_words, context_length_error
 from engine.errors import RequestError
 from engine.tokenizer import Tokenizer
+
+LONG_TEXT = 64 * 1024  # characters or tokens; work on more goes through one worker of its own
+NUM_SHORT_WORKERS = 4
+MAX_KEPT_RESULTS = 16
+
+T = TypeVar("T")
 
 
 def merge_events(events: Iterable[TokenEvent]) -> list[TokenEvent]:
@@ -45,16 +53,27 @@ def with_bad_words(sampling: SamplingParams, tokenizer: Tokenizer | None) -> Sam
     """
     if not sampling.bad_words:
         return sampling
+    return with_banned(sampling, bad_word_ids(sampling.bad_words, tokenizer))
+
+
+def with_banned(sampling: SamplingParams, phrases: Iterable[tuple[int, ...]]) -> SamplingParams:
+    """sampling with phrases after its own bad_words_ids, each once."""
+    return replace(sampling, bad_words_ids=tuple(dict.fromkeys((*sampling.bad_words_ids, *phrases))))
+
+
+def bad_word_ids(words: tuple[str, ...], tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
+    """The ids of each word as it stands and after a space. Raises as with_bad_words does, and for too many or long."""
     if tokenizer is None:
         raise RequestError("this model has no tokenizer, so bad_words cannot be used", "bad_words")
-    phrases: dict[tuple[int, ...], None] = dict.fromkeys(sampling.bad_words_ids)
-    for word in sampling.bad_words:
+    check_bad_words(words)
+    phrases: dict[tuple[int, ...], None] = {}
+    for word in words:
         for text in (word, " " + word.lstrip()):
             ids = tuple(tokenizer.encode(text, add_special_tokens=False, param="bad_words"))
             if not ids:
                 raise RequestError(f"bad_words has {word!r}, which has no token", "bad_words")
             phrases[ids] = None
-    return replace(sampling, bad_words_ids=tuple(phrases))
+    return tuple(phrases)
 
 
 def require_tokenizer(tokenizer: Tokenizer | None, consequence: str) -> Tokenizer:
@@ -62,3 +81,70 @@ def require_tokenizer(tokenizer: Tokenizer | None, consequence: str) -> Tokenize
     if tokenizer is None:
         raise RequestError(f"this model has no tokenizer: {consequence}", "prompt")
     return tokenizer
+
+
+def check_fits(text: str, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:
+    """Raises RequestError for a text with more tokens than the context has, whatever they are; costs no tokenizing."""
+    size = len(text.encode("utf-8", "surrogatepass"))
+    if size > max_model_len * tokenizer.longest_token_bytes:
+        at_least = -(-size // tokenizer.longest_token_bytes)
+        raise context_length_error(max_model_len, f"at least {at_least} tokens", param)
+
+
+def size_of(value: object, enough: int = LONG_TEXT) -> int:
+    """Characters of all strings in a JSON value plus the number of its parts; counting stops above enough."""
+    size, pending = 0, [value]
+    while pending and size <= enough:
+        part = pending.pop()
+        size += 1
+        if isinstance(part, str):
+            size += len(part)
+        elif isinstance(part, Mapping):
+            size += sum(map(len, part))
+            pending.extend(part.values())
+        elif isinstance(part, list | tuple):
+            pending.extend(part)
+    return size
+
+
+class TextWorkers:
+    """Threads for work on texts: several for short ones, one for long ones, so no short one waits for a long one.
+
+    One long text at a time also bounds the memory: the tokenizer takes over a hundred bytes for each of a text.
+    """
+
+    def __init__(self) -> None:
+        self.short = ThreadPoolExecutor(NUM_SHORT_WORKERS, "short-text")
+        self._long = ThreadPoolExecutor(1, "long-text")
+
+    async def run(self, size: int, function: Callable[..., T], *args: Any) -> T:
+        """function(*args) on a thread.
+
+        Args:
+            size: characters or tokens that it works on.
+        """
+        executor = self._long if size > LONG_TEXT else self.short
+        return await asyncio.get_running_loop().run_in_executor(executor, function, *args)
+
+
+class KeptResults(Generic[T]):
+    """Results of a function of some strings; each is computed once, on a thread, and the last few are kept."""
+
+    def __init__(self, function: Callable[[tuple[str, ...]], T], executor: ThreadPoolExecutor) -> None:
+        self._function = function
+        self._executor = executor
+        self._futures: dict[tuple[str, ...], asyncio.Future[T]] = {}  # the latest used last
+
+    async def get(self, key: tuple[str, ...]) -> T:
+        """The result for key; raises what the function raises, which is not kept."""
+        future = self._futures.pop(key, None)
+        if future is None:
+            future = asyncio.get_running_loop().run_in_executor(self._executor, self._function, key)
+        self._futures[key] = future
+        if len(self._futures) > MAX_KEPT_RESULTS:
+            del self._futures[next(iter(self._futures))]
+        try:
+            return await asyncio.shield(future)  # others may wait for it too
+        except RequestError:
+            self._futures.pop(key, None)
+            raise

@@ -31,10 +31,8 @@ async def completions(service: Service, request: Request) -> Response:
     body, headers = await read_body(request, CompletionRequest, service.settings)
     name = model_name(body.model, model)
     sampling = completion_sampling(body, model)
+    _check_num_choices(body.prompt, sampling.n, service.settings.max_choices)
     prompts = _split(body.prompt)
-    if len(prompts) * sampling.n > service.settings.max_choices:
-        message = f"{len(prompts)} prompts times n {sampling.n} is above {service.settings.max_choices} choices"
-        raise RequestError(message, "prompt" if len(prompts) > 1 else "n")
     ids = [await _prompt_ids(prompt, param, body, model, sampling, client) for param, prompt in prompts.items()]
     pieces = [await client.prompt_pieces(prompt) for prompt in ids] if body.echo else None
     job = new_job("cmpl", body, name, ids, sampling, counts_output=not is_score_only(body))
@@ -45,6 +43,15 @@ async def completions(service: Service, request: Request) -> Response:
 
 
 Prompt = str | list[int]
+
+
+def _check_num_choices(prompt: str | list[str | int | list[int]], n: int, most: int) -> None:
+    """Raises RequestError for too many choices, before anything walks the prompts."""
+    num_prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+    if num_prompts * n > most:
+        raise RequestError(
+            f"{num_prompts} prompts times n {n} is above {most} choices", "prompt" if num_prompts > 1 else "n"
+        )
 
 
 def _split(prompt: str | list[str | int | list[int]]) -> dict[str, Prompt]:
@@ -80,7 +87,10 @@ async def _prompt_ids(
         message = "this model has no tokenizer: give the prompt as token ids, without echo"
         raise RequestError(message, "echo" if body.echo else param, "no_tokenizer")
     if isinstance(prompt, str):
-        prompt = await client.tokenize(prompt, body.add_special_tokens is not False)
+        try:
+            prompt = await client.tokenize(prompt, body.add_special_tokens is not False, must_fit=True)
+        except RequestError as exc:
+            raise RequestError(str(exc), param, exc.code) from None
     check_prompt(prompt, sampling, model, param)
     return prompt
 

@@ -34,7 +34,8 @@ async def render(body: ChatRequest | TokenizeRequest, model: ModelInfo, client: 
         message = "continue_final_message and add_generation_prompt cannot both be true"
         raise RequestError(message, "continue_final_message")
     messages = template_messages(body.messages or [])
-    return await client.render_chat(messages, add_prompt, continue_final, body.chat_template_kwargs)
+    must_fit = isinstance(body, ChatRequest)
+    return await client.render_chat(messages, add_prompt, continue_final, body.chat_template_kwargs, must_fit)
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

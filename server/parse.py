@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,11 +12,14 @@ from starlette.requests import ClientDisconnect, Request
 
 from engine.errors import RequestError
 from server.errors import ClientGoneError, HttpError
+from server.schema import Message
 from server.settings import ServerSettings
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 IGNORED_FIELDS_HEADER = "X-Glint-Ignored-Fields"
+MAX_MESSAGES = 4096
+MAX_MESSAGE_PARTS = 8192  # content parts and tool calls of all messages
 _MAX_NAME_CHARS = 64
 _MAX_HEADER_CHARS = 512
 
@@ -88,7 +91,21 @@ def decode_body(data: bytes, kind: type[T]) -> tuple[T, dict[str, str]]:
         raise RequestError(f"the body must be one JSON object in UTF-8: {exc}", None, "invalid_json") from None
     except RecursionError:
         raise RequestError("the body is nested too deeply", None, "invalid_json") from None
+    _check_counts(getattr(body, "messages", None) or ())
     return body, _ignored_header([name for name in fields if name not in known and name not in _NOT_SUPPORTED])
+
+
+def _check_counts(messages: Sequence[Message]) -> None:
+    """Refuses a conversation of more pieces than anybody writes, before they are looked at one by one."""
+    if len(messages) > MAX_MESSAGES:
+        raise RequestError(f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed", "messages")
+    lists = (part for message in messages for part in (message.content, message.tool_calls))
+    num_parts = sum(len(part) for part in lists if isinstance(part, list))
+    if num_parts > MAX_MESSAGE_PARTS:
+        raise RequestError(
+            f"messages has {num_parts} content parts and tool calls; at most {MAX_MESSAGE_PARTS} are allowed",
+            "messages",
+        )
 
 
 def _check_headers(request: Request, max_bytes: int) -> None:

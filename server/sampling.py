@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TypeVar
 
-from engine.api import GREEDY_TEMPERATURE, MIN_TEMPERATURE, ModelInfo, SamplingParams
+from engine.api import GREEDY_TEMPERATURE, MIN_TEMPERATURE, ModelInfo, SamplingParams, check_logit_bias_size
 from engine.errors import RequestError
 from server.schema import ChatRequest, CompletionRequest, GenerationFields
 
@@ -134,6 +134,7 @@ def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
 
 def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
     """Keys as token ids, values clamped to ±100 as OpenAI's range has it."""
+    check_logit_bias_size(len(bias or {}))
     ids: dict[int, float] = {}
     for key, value in (bias or {}).items():
         if not _TOKEN_ID.fullmatch(key):

@@ -21,7 +21,7 @@ class ServerSettings:
     api_keys: tuple[str, ...] = ()  # empty: no key is asked for
     root_path: str = ""  # prefix of a proxy; every route answers with and without it
     allowed_origins: tuple[str, ...] = ()  # CORS; never with credentials
-    max_body_bytes: int = 8 * 1024 * 1024
+    max_body_bytes: int = 4 * 1024 * 1024
     max_choices: int = 256  # prompts of one request times n
     read_timeout_s: float = 60.0  # for the whole body
     write_timeout_s: float = 60.0  # for one piece of a stream; then the reader is cut off and its request aborted

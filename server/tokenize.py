@@ -54,7 +54,7 @@ def _check_has_tokenizer(model: ModelInfo, param: str) -> None:
 
 
 def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
-    for i, token_id in enumerate(ids):
-        if not 0 <= token_id < vocab_size:
-            message = f"tokens[{i}] is {token_id}; ids of this model are 0 to {vocab_size - 1}"
-            raise RequestError(message, f"tokens[{i}]")
+    if not ids or 0 <= min(ids) <= max(ids) < vocab_size:  # much faster than a loop, and there may be a million
+        return
+    i, wrong = next((i, token_id) for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
+    raise RequestError(f"tokens[{i}] is {wrong}; ids of this model are 0 to {vocab_size - 1}", f"tokens[{i}]")

@@ -57,6 +57,12 @@ def tell(client: AsyncEngineClient, *events: TokenEvent) -> None:
     client.on_message(Events(list(events), EngineStats()))
 
 
+async def submitted(wire: Wire, count: int = 1) -> None:
+    """Waits until the engine has been told of so many requests; stop strings and bad words are prepared on a thread."""
+    while sum(isinstance(message, Submit) for message in wire.said) < count:
+        await asyncio.sleep(0.001)
+
+
 def outcomes(client: AsyncEngineClient) -> dict[str, float]:
     lines = [line for line in client.metrics_text().decode().splitlines() if "request_success_total{" in line]
     return {line.split('"')[1]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.endswith(" 0.0")}
@@ -111,7 +117,7 @@ def test_a_stop_string_ends_one_choice_and_the_others_go_on() -> None:
         client, wire = make_client()
         stream = client.generate(request(n=2, stop=("XY",)))
         deltas = [asyncio.ensure_future(anext(stream))]
-        await asyncio.sleep(0)
+        await submitted(wire)
         tell(client, event(wire, *byte_ids("aXYb")), event(wire, *byte_ids("c"), index=1))
         found = [await deltas[0], await anext(stream)]
         assert (found[0].text, found[0].finish_reason, found[0].stop_reason) == ("a", "stop", "XY")

@@ -16,11 +16,13 @@ from engine.api import (
     ModelInfo,
     OutputDelta,
     TextLogprob,
+    context_length_error,
 )
 from engine.errors import RequestError
 
 VOCAB_SIZE = 300  # ids 257 and up have no text
 CONTEXT = 64
+MAX_FAKE_CHARS = 1000  # a longer text is refused untokenized
 
 MODEL = ModelInfo(
     names=("M", "alias/of-M"),
@@ -93,7 +95,9 @@ class FakeClient:
     def running(self) -> int:
         return len(self.requests) - len(self.finished) - len(self.aborted)
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def tokenize(self, text: str, add_special_tokens: bool = True, must_fit: bool = False) -> list[int]:
+        if must_fit and len(text) > MAX_FAKE_CHARS:
+            raise context_length_error(CONTEXT, f"at least {len(text)} tokens")
         return ([0] if self.add_bos and add_special_tokens else []) + ids_of(text)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
@@ -111,6 +115,7 @@ class FakeClient:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        must_fit: bool = False,
     ) -> list[int]:
         self.rendered.append(
             {
@@ -118,6 +123,7 @@ class FakeClient:
                 "add_generation_prompt": add_generation_prompt,
                 "continue_final_message": continue_final_message,
                 "template_kwargs": dict(template_kwargs or {}),
+                "must_fit": must_fit,
             }
         )
         if "messages" in (template_kwargs or {}):

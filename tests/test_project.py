@@ -21,8 +21,6 @@ RUNTIME = ("engine", "server", "ref")
 OURS = {*RUNTIME, "conformance", "tests"}
 # never in a default install: GPU and MPI come with an extra, torch and its kin are for the oracle alone
 EXTRA_ONLY = re.compile(r"(torch|jax|jaxlib|cupy|mpi4py|mpich|openmpi|transformers|nvidia|cuda)\b.*", re.I)
-# a dependency that no line imports: who does
-IMPORTED_BY_OTHERS = {"httptools": "uvicorn, which parses HTTP with it where it is there"}
 TOOLS = {"mypy", "ruff"}  # of make lint
 MAX_FILE_BYTES = 1_000_000
 # hosts that a reader may be sent to; example names, names without a dot, and this machine itself
@@ -118,7 +116,7 @@ def test_runtime_dependencies_are_those_that_are_imported() -> None:
     dependencies = distributions(pyproject()["project"]["dependencies"])
     extras = pyproject()["project"]["optional-dependencies"]
     on_demand = distributions([*extras["cuda12"], *extras["cuda13"], *extras["mpi"]])
-    check_imports(RUNTIME, dependencies - IMPORTED_BY_OTHERS.keys(), dependencies | on_demand)
+    check_imports(RUNTIME, dependencies, dependencies | on_demand)
 
 
 def test_test_dependencies_are_those_that_tests_import() -> None:

@@ -53,7 +53,7 @@ def decoder_layer(config: ModelConfig, run: Run, layer: int, residual: Array, at
 
 
 def lm_head(config: ModelConfig, run: Run, hidden: Array) -> Array:
-    """[num_tokens, hidden_size] → logits [num_tokens, vocab_size]; a tied head is the embedding."""
+    """[num_tokens, hidden_size] → logits · logit_scale [num_tokens, vocab_size]; a tied head is the embedding."""
     key = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
     logits = linear(hidden, run.weights[f"{key}.weight"])
     return run.step("logits", scaled(logits, config.logit_scale))

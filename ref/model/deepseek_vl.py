@@ -24,6 +24,14 @@ LAYOUTS = {  # architecture: key of the language part's config; prefix of its mo
     "MultiModalityCausalLM": ("language_config", "language_model.model.", "language_model.lm_head."),
 }
 
+LLAMA_DEFAULTS = {  # of transformers' LlamaConfig, which published configs count on
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "vocab_size": 32000,
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekVlConfig(LlamaConfig):
@@ -36,7 +44,7 @@ def read_deepseek_vl(config: Config) -> DeepseekVlConfig:
     key = LAYOUTS[architecture][0]
     if not isinstance(config.get(key), dict):
         raise ValueError(f"config.json: {architecture} needs {key}, the config of its language part")
-    language = read_llama({**config[key], "architectures": ["LlamaForCausalLM"]})
+    language = read_llama({**LLAMA_DEFAULTS, **config[key], "architectures": ["LlamaForCausalLM"]})
     fields = {name: getattr(language, name) for name in language.__dataclass_fields__}
     return DeepseekVlConfig(**fields | {"architecture": architecture})
 

@@ -56,7 +56,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     dtype: str = "float32"  # of the stored weights
     eos_token_ids: tuple[int, ...] = ()
-    # factors of MiniCPM, 1 elsewhere
+    # 1 but in MiniCPM, and in Command-R, which scales logits
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0

@@ -97,6 +97,8 @@ class MiniCPM3Config(LatentConfig):
 def read_minicpm3(config: Config) -> MiniCPM3Config:
     """MiniCPM3ForCausalLM; the defaults are those of transformers."""
     one_of(config, "hidden_act", ["silu"], "silu")
+    if config.get("v_head_dim") is None:  # as in the published MiniCPM3-4B
+        config = {**config, "v_head_dim": integer(config, "hidden_size") // integer(config, "num_attention_heads")}
     fields = latent_fields(config, tie_word_embeddings=True, rms_norm_eps=1e-5) | scales(config)
     mlp_bias = bool(config.get("mlp_bias", False))
     return MiniCPM3Config(architecture="MiniCPM3ForCausalLM", mlp_bias=mlp_bias, **fields)

@@ -15,7 +15,8 @@ from conformance.golden_families import FAMILY_GOLDENS
 from conformance.golden_models import GOLDEN_SEED, config_v5, llama_config, llama_tensors
 from ref.checkpoint import read_checkpoint
 from ref.config import parse_config, read_config
-from ref.generate import generate
+from ref.generate import forward_chunk, generate
+from ref.model.cache import Cache
 from ref.model.deepseek import DeepseekConfig
 from ref.model.deepseek_mtp import deepseek_mtp
 from ref.model.fields import ModelConfig
@@ -86,6 +87,18 @@ def test_greedy_ids_through_the_paged_cache(name: str) -> None:
         best_two = np.sort(logits, axis=-1)[:, -2:]
         assert (best_two[:, 1] - best_two[:, 0]).min() > 1e-3, "a near tie: choose another prompt for the golden"
         assert new_ids == golden(name)[f"greedy{i}"].tolist()
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILY_GOLDENS if name != "cpm_ant"])
+def test_chunks_give_the_logits_of_the_whole(name: str) -> None:
+    """Two chunks and a token alone between them: latents are expanded for chunks, absorbed for the token."""
+    config, weights, _ = model(name)
+    prompt = families.family_prompts(name)[1]
+    cache = Cache(len(prompt), 4, table_tokens=len(prompt))
+    chunks = [prompt[:9], prompt[9:10], prompt[10:]]
+    logits = np.concatenate([forward_chunk(config, weights, chunk, cache) for chunk in chunks])
+    # float64 end to end: two orders of summation differ by far less than this
+    np.testing.assert_allclose(logits, forward(config, weights, prompt), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", [name for name, config in FAMILY_GOLDENS.items() if "rope_scaling" in config])
@@ -200,6 +213,8 @@ def test_text_of_deepseek_vl_is_that_of_its_llama() -> None:
             for name, t in tensors.items()
         }
         np.testing.assert_array_equal(forward(config, renamed, [1, 2, 3]), expected)
+        bare = parse_config({"architectures": [architecture], key: {"num_hidden_layers": 30, "vocab_size": 102400}})
+        assert (bare.hidden_size, bare.intermediate_size, bare.n_heads, bare.n_layers) == (4096, 11008, 32, 30)
         with pytest.raises(ValueError, match=f"{architecture} needs {key}"):
             parse_config({"architectures": [architecture]})
         with pytest.raises(ValueError, match=f"no tensor {prefix}embed_tokens.weight"):

@@ -6,6 +6,7 @@ import pytest
 
 from conformance.golden_families import FAMILY_GOLDENS
 from ref.config import parse_config
+from ref.model.minicpm import MiniCPM3Config
 from ref.model.registry import FAMILIES, forward
 
 
@@ -63,3 +64,10 @@ def test_every_architecture_but_renamed_ones_has_a_golden() -> None:
     llama = {"LlamaForCausalLM", "MistralForCausalLM"}  # conformance.golden_models
     renamed = {"DeepseekVLForConditionalGeneration", "MultiModalityCausalLM"}  # test_families
     assert covered | llama | renamed == set(FAMILIES)
+
+
+def test_values_of_minicpm3_are_as_wide_as_a_share_of_the_hidden_state_unless_said_otherwise() -> None:
+    """48 / 4 heads, where the golden says 10."""
+    config = parse_config({**FAMILY_GOLDENS["minicpm3"], "v_head_dim": None})
+    assert isinstance(config, MiniCPM3Config)
+    assert config.v_head_dim == 12

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import pytest
 
 from engine.api import GenerationRequest, ModelInfo, SamplingParams, TokenEvent
+from engine.chat_template import ChatTemplate
 from engine.client import MAX_UNREAD_EVENTS, AsyncEngineClient
+from engine.detokenizer import StopTable
 from engine.errors import CapacityError, EngineDeadError, RequestError, RequestFailedError
 from engine.messages import HEADER_SIZE, Abort, Died, Draining, Events, Rejected, Submit, decode_to_engine
 from engine.stats import EngineStats
+from engine.text import LONG_TEXT
 from engine.tokenizer import Tokenizer
-from tests.engine.tiny_tokenizers import byte_id, byte_ids, byte_level_tokenizer
+from tests.engine.tiny_tokenizers import CHAT_TEMPLATE, byte_id, byte_ids, byte_level_tokenizer
 
 INFO = ModelInfo(("m",), "m", 0, 400, 64, False, False)
 
@@ -246,5 +250,159 @@ def test_what_needs_a_tokenizer_says_so() -> None:
         ):
             with pytest.raises(RequestError, match="no tokenizer"):
                 await attempt
+
+    play(scenario)
+
+
+class WatchedTokenizer(Tokenizer):
+    """Notes what is encoded and on which thread; holds long texts up until released."""
+
+    def __init__(self) -> None:
+        super().__init__(byte_level_tokenizer(), {"eos_token": "<|im_end|>"}, "test")
+        self.encoded: list[str] = []
+        self.encoders: set[str] = set()
+        self.decoders: set[str] = set()
+        self.release = threading.Event()
+        self.num_held = 0
+        self.most_held = 0
+
+    def encode(self, text: str, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
+        self.encoded.append(text)
+        self.encoders.add(threading.current_thread().name)
+        if len(text) <= LONG_TEXT:
+            return super().encode(text, add_special_tokens, param)
+        self.num_held += 1
+        self.most_held = max(self.most_held, self.num_held)
+        assert self.release.wait(10)
+        self.num_held -= 1
+        return [0]
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        self.decoders.add(threading.current_thread().name)
+        return super().decode(token_ids, skip_special_tokens)
+
+    def token_string(self, token_id: int) -> str:
+        self.decoders.add(threading.current_thread().name)
+        return super().token_string(token_id)
+
+    def skipped(self, skip_special_tokens: bool) -> frozenset[int]:
+        self.decoders.add(threading.current_thread().name)
+        return super().skipped(skip_special_tokens)
+
+
+def watched_client() -> tuple[AsyncEngineClient, Wire, WatchedTokenizer]:
+    wire, tokenizer = Wire(), WatchedTokenizer()
+    client = AsyncEngineClient(wire)  # type: ignore[arg-type]
+    client.set_ready(INFO, tokenizer, ChatTemplate(CHAT_TEMPLATE, {}, "test"))
+    return client, wire, tokenizer
+
+
+def test_long_texts_delay_no_short_one() -> None:
+    """More of them than any pool of threads has; they are tokenized one at a time, which bounds the memory."""
+
+    async def scenario() -> None:
+        client, _, tokenizer = watched_client()
+        long = "a" * (LONG_TEXT + 1)
+        held: list[asyncio.Future[list[int]]] = [asyncio.ensure_future(client.tokenize(long)) for _ in range(20)]
+        held += [asyncio.ensure_future(client.render_chat([{"role": "user", "content": long}])) for _ in range(20)]
+        await asyncio.sleep(0)
+        try:
+            async with asyncio.timeout(5):
+                assert await client.tokenize("hi") == byte_ids("hi")
+                assert await client.render_chat([{"role": "user", "content": "hi"}])
+                assert await client.token_strings([byte_id(ord("h"))]) == ["h"]
+        finally:
+            tokenizer.release.set()
+        assert await asyncio.gather(*held) == [[0]] * 40
+        assert tokenizer.most_held == 1
+
+    play(scenario)
+
+
+def test_a_text_that_can_never_fit_is_refused_untokenized() -> None:
+    """A context of 64 tokens of at most 13 bytes, those of <|endoftext|>, holds at most 832 bytes."""
+
+    async def scenario() -> None:
+        client, _, tokenizer = watched_client()
+        said = "maximum context length is 64 tokens. However, you requested at least 65 tokens"
+        for text in ("a" * 833, "é" * 417):
+            with pytest.raises(RequestError, match=said) as refused:
+                await client.tokenize(text, must_fit=True)
+            assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "prompt")
+        with pytest.raises(RequestError, match="context length is 64 tokens") as refused:
+            await client.render_chat([{"role": "user", "content": "a" * 833}], must_fit=True)
+        assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "messages")
+        assert not tokenizer.encoded
+        assert await client.tokenize("<|endoftext|>" * 64, must_fit=True) == [0] * 64
+        assert len(await client.tokenize("a" * 833)) == 833, "a limit of prompts, not of tokenizing"
+
+    play(scenario)
+
+
+def test_bad_words_are_encoded_once_and_off_the_loop() -> None:
+    async def scenario() -> None:
+        client, wire, tokenizer = watched_client()
+        words = {"bad_words": ("cat", "hello")}
+        pending = [asyncio.ensure_future(anext(client.generate(request(**words)))) for _ in range(16)]
+        await submitted(wire, 16)
+        pending[0].cancel()
+        pending.append(asyncio.ensure_future(anext(client.generate(request(**words)))))
+        await submitted(wire, 17)
+        assert sorted(tokenizer.encoded) == [" cat", " hello", "cat", "hello"]
+        assert threading.current_thread().name not in tokenizer.encoders
+        submits = [message for message in wire.said if isinstance(message, Submit)]
+        assert {len(submit.request.sampling.bad_words_ids) for submit in submits} == {4}
+        client.set_dead("end")
+        await asyncio.gather(*pending, return_exceptions=True)
+
+    play(scenario)
+
+
+def test_stop_strings_are_prepared_once_and_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[tuple[Any, str]] = []
+
+    class WatchedTable(StopTable):
+        def __init__(self, stops: Any) -> None:
+            built.append((stops, threading.current_thread().name))
+            super().__init__(stops)
+
+    for module in ("engine.client", "engine.detokenizer"):
+        monkeypatch.setattr(f"{module}.StopTable", WatchedTable)
+
+    async def scenario() -> None:
+        client, wire, _ = watched_client()
+        pending = [asyncio.ensure_future(anext(client.generate(request(n=48, stop=("XY",))))) for _ in range(3)]
+        await submitted(wire, 3)
+        assert [stops for stops, _ in built] == [("XY",)]
+        assert built[0][1] != threading.current_thread().name
+        client.set_dead("end")
+        await asyncio.gather(*pending, return_exceptions=True)
+
+    play(scenario)
+
+
+def test_an_engine_that_dies_while_words_are_encoded_ends_the_request() -> None:
+    async def scenario() -> None:
+        client, wire, _ = watched_client()
+        first = asyncio.ensure_future(anext(client.generate(request(stop=("XY",), bad_words=("cat",)))))
+        await asyncio.sleep(0)
+        client.set_dead("out of luck")
+        with pytest.raises(EngineDeadError, match="out of luck"):
+            await first
+        assert not wire.said
+        assert client.num_open == 0
+
+    play(scenario)
+
+
+def test_ids_become_text_off_the_loop() -> None:
+    async def scenario() -> None:
+        client, _, tokenizer = watched_client()
+        ids = byte_ids("hi")
+        assert await client.detokenize(ids) == "hi"
+        assert await client.token_strings(ids) == ["h", "i"]
+        assert await client.prompt_pieces(ids) == ["h", "i"]
+        assert tokenizer.decoders
+        assert threading.current_thread().name not in tokenizer.decoders
 
     play(scenario)

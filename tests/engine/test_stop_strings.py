@@ -202,6 +202,13 @@ def test_stop_matcher_follows_the_rule(text: str, stops: list[str], sizes: list[
         assert (shown, matcher.matched) == (text[:start] + (stop if include else ""), stop)
 
 
+def test_choices_share_a_table_and_nothing_else() -> None:
+    table = StopTable(("XYZ",))
+    first, second = StopMatcher(table), StopMatcher(table, include_stop=True)
+    assert [first.push("aXY"), second.push("bX"), first.push("Z"), second.push("Z")] == ["a", "b", "", "XZ"]
+    assert (first.matched, second.matched) == ("XYZ", None)
+
+
 def _begins_stop(ending: str, stops: Sequence[str]) -> bool:
     return any(len(ending) < len(stop) and stop.startswith(ending) for stop in stops)
 

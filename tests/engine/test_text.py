@@ -1,12 +1,25 @@
 """engine.text: what every front end does around the engine."""
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
-from engine.api import ModelInfo, SamplingParams, TokenEvent, TokenLogprob
+from engine.api import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, ModelInfo, SamplingParams, TokenEvent, TokenLogprob
 from engine.errors import RequestError
-from engine.text import default_sampling, merge_events, require_tokenizer, with_bad_words
+from engine.text import (
+    LONG_TEXT,
+    MAX_KEPT_RESULTS,
+    KeptResults,
+    check_fits,
+    default_sampling,
+    merge_events,
+    require_tokenizer,
+    size_of,
+    with_bad_words,
+)
 from engine.tokenizer import Tokenizer
-from tests.engine.tiny_tokenizers import byte_level_tokenizer
+from tests.engine.tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +91,63 @@ def test_require_tokenizer_says_what_cannot_be_done(tokenizer: Tokenizer) -> Non
 def test_default_sampling_is_the_models_own() -> None:
     info = ModelInfo(("m",), "m", 0, 10, 10, True, True, default_sampling={"temperature": 0.6, "top_k": 20})
     assert default_sampling(info) == SamplingParams(temperature=0.6, top_k=20)
+
+
+@pytest.mark.parametrize(
+    "words", [("ab",) * (MAX_BAD_WORDS + 1), ("a" * (MAX_BAD_WORD_CHARS + 1),), ("",)], ids=["many", "long", "empty"]
+)
+def test_bad_words_have_limits(tokenizer: Tokenizer, words: tuple[str, ...]) -> None:
+    """They hold where words are encoded and where parameters are checked; what is just inside passes."""
+    sampling = SamplingParams(bad_words=words)
+    for refuse in (lambda: with_bad_words(sampling, tokenizer), lambda: sampling.validate(100)):
+        with pytest.raises(RequestError, match="are allowed") as error:
+            refuse()
+        assert error.value.param == "bad_words"
+    inside = SamplingParams(bad_words=("a" * MAX_BAD_WORD_CHARS,) * MAX_BAD_WORDS)
+    inside.validate(100)
+    assert len(with_bad_words(inside, tokenizer).bad_words_ids) == 2
+
+
+def test_a_normalizer_that_may_shorten_a_text_widens_the_limit(tokenizer: Tokenizer) -> None:
+    """Longest tokens: <|endoftext|> with 13 bytes; " hello" and its like with 6, times 4 for a normalizer."""
+    assert tokenizer.longest_token_bytes == 13
+    normalizing = Tokenizer(byte_fallback_tokenizer(), {}, "tiny")
+    assert normalizing.longest_token_bytes == 24
+    check_fits("a" * 240, normalizing, 10, "prompt")
+    with pytest.raises(RequestError, match="at least 11 tokens"):
+        check_fits("a" * 241, normalizing, 10, "prompt")
+
+
+def test_size_of_counts_characters_and_parts_and_stops_early() -> None:
+    assert size_of("abc") == 4
+    assert size_of([{"role": "user", "content": "abc"}, None]) == 1 + (1 + 4 + 7 + 5 + 4) + 1
+    assert size_of({"tools": [1] * 100, "text": "x" * 50}) > 150
+    assert LONG_TEXT < size_of([["x"] * LONG_TEXT] * 1000) < 2 * LONG_TEXT + 2000
+
+
+def test_results_are_kept_failures_are_not() -> None:
+    calls: list[tuple[str, ...]] = []
+
+    def joined(key: tuple[str, ...]) -> str:
+        calls.append(key)
+        if "bad" in key:
+            raise RequestError("no", "stop")
+        return "".join(key)
+
+    async def scenario() -> None:
+        with ThreadPoolExecutor(2) as executor:
+            kept = KeptResults(joined, executor)
+            assert await asyncio.gather(*(kept.get(("a", "b")) for _ in range(5))) == ["ab"] * 5
+            for _ in range(2):
+                with pytest.raises(RequestError):
+                    await kept.get(("bad",))
+            assert calls == [("a", "b"), ("bad",), ("bad",)]
+            for number in range(MAX_KEPT_RESULTS):
+                await kept.get((str(number),))
+                if number < MAX_KEPT_RESULTS - 1:
+                    await kept.get(("a", "b"))  # the one used last is not the one to go
+            assert calls.count(("a", "b")) == 1
+            await kept.get(("0",))
+            assert calls.count(("0",)) == 2
+
+    asyncio.run(scenario())

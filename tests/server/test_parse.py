@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import re
 import time
 from typing import Any
 
 import pytest
 
 from tests.server.calls import CHAT, COMPLETIONS, Connection, app_of, error_of, get, post, run, send, strict_json
-from tests.server.fake_client import FakeClient
+from tests.server.fake_client import MODEL, FakeClient
 
 JSON_HEADERS = {"content-type": "application/json"}
 
@@ -236,3 +238,76 @@ def test_client_that_leaves_inside_its_body_gets_nothing() -> None:
         assert client.requests == []
 
     run(work())
+
+
+def test_counts_are_checked_before_anything_is_walked_sec_06() -> None:
+    """The last entry of each list is wrong in itself; what is said is that there are too many."""
+    message = {"role": "user", "content": "x"}
+    part = {"type": "text", "text": "x"}
+    call = {"function": {"name": "f"}}
+    bodies: list[tuple[str, dict[str, Any], str]] = [
+        (COMPLETIONS, {"prompt": ["x"] * 256 + [1]}, "prompt"),
+        (COMPLETIONS, {"prompt": [[1]] * 256 + ["x"]}, "prompt"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {**{str(i): 0 for i in range(1024)}, "x": 0}}, "logit_bias"),
+        (CHAT, {"messages": [message] * 4096 + [{**message, "role": "no"}]}, "messages"),
+        ("/tokenize", {"messages": [message] * 4096 + [{**message, "role": "no"}]}, "messages"),
+        (CHAT, {"messages": [{**message, "content": [part] * 8192 + [{"type": "no"}]}]}, "messages"),
+        (
+            CHAT,
+            {"messages": [{"role": "assistant", "tool_calls": [call] * 8192 + [{**call, "type": "x"}]}]},
+            "messages",
+        ),
+        (COMPLETIONS, {"prompt": "x", "bad_words": ["a"] * 128 + [""]}, "bad_words"),
+        (COMPLETIONS, {"prompt": "x", "stop": ["a"] * 64 + [""]}, "stop"),
+    ]
+    for path, body, param in bodies:
+        client = FakeClient()
+        error = error_of(post(app_of(client), path, body), 400)
+        assert error["param"] == param, body.keys()
+        assert re.search(r"at most \d+ are allowed|above 256 choices", error["message"]), error["message"]
+        assert client.requests == []
+        assert client.rendered == []
+
+
+def test_as_many_as_are_allowed_pass() -> None:
+    client = FakeClient(dataclasses.replace(MODEL, vocab_size=2000))
+    body = {
+        "prompt": "x",
+        "max_tokens": 1,
+        "logit_bias": {str(i): 0 for i in range(1024)},
+        "bad_words": ["a" * 128] * 128,
+        "stop": ["a" * 256] * 64,
+    }
+    assert post(app_of(client), COMPLETIONS, body).status_code == 200
+    messages = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 2}] * 4096}
+    assert post(app_of(client), "/tokenize", messages).status_code == 200
+
+
+def test_a_body_above_4_mib_is_refused_by_default_sec_06() -> None:
+    body = b'{"prompt":"x","max_tokens":1}'
+    assert post(app_of(), COMPLETIONS, content=body.ljust(4 * 2**20)).status_code == 200
+    error_of(post(app_of(), COMPLETIONS, content=body.ljust(4 * 2**20 + 1)), 413)
+
+
+def test_prompts_must_fit_and_texts_to_tokenize_need_not_sec_06() -> None:
+    client = FakeClient()
+    for prompt, param in (("x" * 1001, "prompt"), (["x", "x" * 1001], "prompt[1]")):
+        error = error_of(post(app_of(client), COMPLETIONS, {"prompt": prompt}), 400)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+        assert "at least 1001 tokens" in error["message"]
+    assert strict_json(post(app_of(client), "/tokenize", {"prompt": "x" * 1001}))["count"] == 1001
+    messages = [{"role": "user", "content": "x"}]
+    for path in (CHAT, "/tokenize"):
+        assert post(app_of(client), path, {"messages": messages}).status_code == 200
+    assert [rendered["must_fit"] for rendered in client.rendered] == [True, False]
+
+
+def test_a_prompt_of_too_many_ids_is_refused_before_they_are_looked_at() -> None:
+    error = error_of(post(app_of(), COMPLETIONS, {"prompt": [5] * 64 + [9999]}), 400)
+    assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("wrong", [-1, 300])
+def test_ids_to_detokenize_name_the_wrong_one(wrong: int) -> None:
+    error = error_of(post(app_of(), "/detokenize", {"tokens": [5, wrong, -7]}), 400)
+    assert (error["param"], f"is {wrong};" in error["message"]) == ("tokens[1]", True)

@@ -94,9 +94,7 @@ class SamplingParams:
         self._validate_token_lists(vocab_size)
 
     def _validate_stops(self) -> None:
-        _check_strings("stop", self.stop)
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise RequestError(f"stop has {len(self.stop)} entries; at most {MAX_STOP_STRINGS} are allowed", "stop")
+        _check_strings("stop", self.stop, MAX_STOP_STRINGS)
         for text in self.stop:
             if not text:
                 raise RequestError("stop contains an empty string, which would match at once", "stop")
@@ -118,7 +116,6 @@ class SamplingParams:
             if not self.allowed_token_ids:
                 raise RequestError("allowed_token_ids is empty, so no token could be sampled", "allowed_token_ids")
             _check_token_list("allowed_token_ids", self.allowed_token_ids, vocab_size, vocab_size)
-        _check_strings("bad_words", self.bad_words)
         check_bad_words(self.bad_words)
         _check_list("bad_words_ids", self.bad_words_ids, "lists of token ids")
         for word_ids in self.bad_words_ids:
@@ -145,8 +142,10 @@ def _check_list(name: str, value: object, what: str) -> None:
         raise RequestError(f"{name} must be a list of {what}, got {value!r}", name)
 
 
-def _check_strings(name: str, value: Sequence[object]) -> None:
+def _check_strings(name: str, value: Sequence[object], most: int) -> None:
     _check_list(name, value, "strings")
+    if len(value) > most:  # before anything walks them
+        raise RequestError(f"{name} has {len(value)} entries; at most {most} are allowed", name)
     for text in value:
         if not isinstance(text, str):
             raise RequestError(f"{name} must be a list of strings, got one with {text!r}", name)
@@ -159,9 +158,8 @@ def check_logit_bias_size(num_entries: int) -> None:
 
 
 def check_bad_words(words: Sequence[str]) -> None:
-    """Raises RequestError for too many words, an empty or a too long one."""
-    if len(words) > MAX_BAD_WORDS:
-        raise RequestError(f"bad_words has {len(words)} entries; at most {MAX_BAD_WORDS} are allowed", "bad_words")
+    """Raises RequestError for what is no list of strings, too many words, an empty or a too long one."""
+    _check_strings("bad_words", words, MAX_BAD_WORDS)
     for word in words:
         if not 1 <= len(word) <= MAX_BAD_WORD_CHARS:
             raise RequestError(

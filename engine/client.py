@@ -202,12 +202,12 @@ class AsyncEngineClient:
     async def _with_bad_words(self, sampling: SamplingParams) -> SamplingParams:
         if not sampling.bad_words:
             return sampling
-        return with_banned(sampling, await self._bad_word_ids.get(sampling.bad_words))
+        return with_banned(sampling, await self._bad_word_ids.get(tuple(sampling.bad_words)))
 
     async def _text_streams(self, request: GenerationRequest) -> dict[int, TextStream]:
         """One for each choice, by index; all share one table of stop strings."""
         sampling = request.sampling
-        stops = await self._stop_tables.get(sampling.stop) if sampling.stop else StopTable(())
+        stops = await self._stop_tables.get(tuple(sampling.stop)) if sampling.stop else StopTable(())
         return {index: TextStream(self._tokenizer, sampling, request.prompt_ids, stops) for index in range(sampling.n)}
 
     async def _next_events(self, mailbox: _Mailbox) -> list[TokenEvent]:

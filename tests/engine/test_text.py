@@ -2,10 +2,19 @@
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
-from engine.api import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, ModelInfo, SamplingParams, TokenEvent, TokenLogprob
+from engine.api import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_STOP_STRINGS,
+    ModelInfo,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprob,
+)
 from engine.errors import RequestError
 from engine.text import (
     LONG_TEXT,
@@ -106,6 +115,13 @@ def test_bad_words_have_limits(tokenizer: Tokenizer, words: tuple[str, ...]) -> 
     inside = SamplingParams(bad_words=("a" * MAX_BAD_WORD_CHARS,) * MAX_BAD_WORDS)
     inside.validate(100)
     assert len(with_bad_words(inside, tokenizer).bad_words_ids) == 2
+
+
+def test_many_strings_are_counted_before_they_are_looked_at() -> None:
+    for name, most in (("bad_words", MAX_BAD_WORDS), ("stop", MAX_STOP_STRINGS)):
+        fields: dict[str, Any] = {name: ("a",) * most + (5,)}
+        with pytest.raises(RequestError, match=f"{name} has {most + 1} entries; at most {most} are allowed"):
+            SamplingParams(**fields).validate(100)
 
 
 def test_a_normalizer_that_may_shorten_a_text_widens_the_limit(tokenizer: Tokenizer) -> None:

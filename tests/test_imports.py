@@ -17,6 +17,7 @@ PACKAGES = ("ref", "engine", "server", "conformance")
 # a module of it has a line of its own.
 LAYERS = (
     ("engine", "engine.errors", "engine.system", "engine.log"),
+    ("engine.sampling_params",),
     ("engine.api", "engine.config", "engine.weights", "engine.env", "engine.stats", "engine.messages"),
     ("engine.sequence", "engine.blocks", "engine.batch", "engine.scheduler", "engine.faults"),
     ("engine.token_bytes", "engine.gguf_tokenizer", "engine.tokenizer", "engine.detokenizer", "engine.text"),

@@ -1,7 +1,15 @@
 """What a chat template may cost: a budget for each render, and a size that no single value may pass.
 
 A sandbox limits what a template can reach, not how much it computes; a line such as {{ 'z' * 1000000000 }} would
-stall the server. Sizes are worked out before a value is built.
+stall the server. Sizes are worked out before a value is built. A list that holds another many times over is small in
+memory only: its size is counted as if it were written out, before it is compared, sorted, hashed or printed.
+
+Not bounded exactly:
+- The clock is looked at every STEPS_PER_LOOK steps and never inside one operation, so a render may outlast MAX_SECONDS
+  by what so many operations on values of the largest size take: some seconds.
+- Memory: every value alone is bounded, and what operators build in all; lists that filters and literals make count
+  for nothing but the steps that make them.
+- Reading and compiling a template, once at start, is not limited at all.
 """
 
 from __future__ import annotations
@@ -9,10 +17,13 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, ItemsView, Iterable, KeysView, Mapping, ValuesView
 from typing import Any
 
+from jinja2 import pass_context
 from jinja2.exceptions import SecurityError
+from jinja2.runtime import Context
+from jinja2.utils import Namespace
 
 MAX_CHARS = 8_000_000  # of a rendered prompt and of every string on the way
 MAX_ITEMS = 1_000_000  # of a list built by an operator
@@ -21,13 +32,23 @@ MAX_STEPS = 2_000_000  # loop iterations and calls of one render
 MAX_SECONDS = 10.0  # of one render
 MAX_RANGE = 100_000
 MAX_INT_BITS = 4096
+MAX_DEPTH = 200  # lists within lists; Python hashes tuples on its own stack, without a limit
+MAX_DECIMALS = 300  # of round()
 STEPS_PER_LOOK = 64  # at the clock
+ITEMS_PER_STEP = 64  # of a value that is compared, sorted or written out
+BUDGET = "budget of this render"  # its name in the context; not an identifier, so no template can name it
 
-REMOVED_FILTERS = frozenset(("pprint", "random", "striptags", "urlize", "xmlattr"))
-_SIZE_FILTERS = frozenset(("batch", "center", "format", "indent", "replace", "round", "slice", "truncate", "wordwrap"))
-_PLAIN_FILTERS = frozenset(
-    ("capitalize", "e", "escape", "forceescape", "lower", "safe", "string", "title", "trim", "upper", "urlencode")
+REMOVED_FILTERS = frozenset(("pprint", "random", "striptags", "urlize", "wordwrap", "xmlattr"))
+_SIZE_FILTERS = frozenset(("batch", "center", "format", "indent", "replace", "slice", "truncate"))
+_WHOLE_FILTERS = frozenset(("groupby", "join", "max", "min", "sort", "sum", "unique"))  # want all items at once
+_SHALLOW_FILTERS = frozenset(  # do not look into the items of a list
+    ("abs", "batch", "count", "d", "default", "first", "float", "int", "items", "last", "length", "list", "map")
+    + ("reject", "rejectattr", "reverse", "select", "selectattr", "slice")
 )
+COMPARING_TESTS = frozenset(
+    ("==", "!=", "<", "<=", ">", ">=", "eq", "equalto", "ne", "lt", "lessthan", "le", "gt", "greaterthan", "ge", "in")
+)
+_CONTAINERS = (list, tuple, dict, set, frozenset, KeysView, ValuesView, ItemsView, Namespace)
 _WIDE_PERCENT = re.compile(r"%(\([^)]*\))?[#0\- +]*\d*\.?(\*|\d{5})")
 _WIDE_SPEC = re.compile(r"\d{5}")
 
@@ -61,10 +82,12 @@ class Budget:
 
 
 def check_operator(operator: str, left: Any, right: Any, budget: Budget) -> None:
-    """Raises SecurityError if left operator right (one of * ** + %) is too large to be built."""
+    """Raises SecurityError if left operator right (one of * ** + - %) is too large to be built."""
     if operator == "%":
         if isinstance(left, str):
             check_percent(left, right)
+    elif operator == "-":  # of views of dicts too, which gives a set
+        budget.step(count_nested(left, right) // ITEMS_PER_STEP)
     elif isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
         if bits > MAX_INT_BITS:
@@ -81,18 +104,36 @@ def check_nested(value: Any) -> Any:
 
     One that holds another many times over is small in memory only; its text is not.
     """
-    if isinstance(value, list | tuple | dict):
-        num_chars, waiting = 0, [value]
-        while waiting:
-            inner = waiting.pop()
-            num_chars += len(inner) if isinstance(inner, str) else 8
-            if num_chars > MAX_CHARS:
-                raise SecurityError(f"the template writes out a value of more than {MAX_CHARS} characters")
-            if isinstance(inner, dict):
-                waiting += [*inner.keys(), *inner.values()]
-            elif isinstance(inner, list | tuple):
-                waiting += inner
+    count_nested(value)
     return value
+
+
+def count_nested(*values: Any) -> int:
+    """Items in lists, dicts and the like, each counted as often as it would be written out; 0 for plain values.
+
+    Raises:
+        SecurityError: the text of all of them would be huge.
+    """
+    level = [value for value in values if isinstance(value, _CONTAINERS)]
+    num_items = num_chars = depth = 0
+    while level:
+        depth += 1
+        deeper: list[Any] = []
+        for inner in level:
+            num_items += 1
+            num_chars += len(inner) if isinstance(inner, str) else 8
+            if num_chars > MAX_CHARS or depth > MAX_DEPTH:
+                raise SecurityError(
+                    f"the template uses a nested value of more than {MAX_CHARS} characters or {MAX_DEPTH} levels"
+                )
+            if isinstance(inner, Namespace):
+                inner = inner._Namespace__attrs
+            if isinstance(inner, dict):
+                deeper += [*inner.keys(), *inner.values()]
+            elif isinstance(inner, _CONTAINERS):
+                deeper += inner
+        level = deeper
+    return num_items
 
 
 def check_percent(pattern: str, values: Any) -> None:
@@ -122,11 +163,10 @@ def check_growth(name: str, text: str, args: tuple[Any, ...], kwargs: Mapping[st
     if name == "replace" and len(texts) > 1:
         size = text.count(texts[0]) * len(texts[1])
     elif name == "join" and args and isinstance(args[0], str | list | tuple | dict):
-        size = len(text) * len(args[0]) + sum(len(str(check_nested(item))) for item in args[0])
+        check_nested(args[0])
+        size = len(text) * len(args[0]) + sum(len(str(item)) for item in args[0])
     elif name in ("indent", "expandtabs"):
         size = max([*numbers, *map(len, texts), 8]) * (text.count("\n") + text.count("\t") + 1)
-    elif name == "wordwrap":
-        size = len(text) * max(map(len, texts), default=1)
     elif name == "format":  # the filter; the method is bounded field by field
         size = 0
         check_percent(text, [*args, *kwargs.values()])
@@ -136,23 +176,53 @@ def check_growth(name: str, text: str, args: tuple[Any, ...], kwargs: Mapping[st
         raise SecurityError(f"{name} would build a text of up to {size} characters")
 
 
-def bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter with its result's size checked beforehand."""
-    first = 1 if hasattr(function, "jinja_pass_arg") else 0  # then the context or the environment comes first
+def budget_of(context: Context) -> Budget:
+    """The budget of the render that context belongs to."""
+    budget: Budget = context.parent[BUDGET]
+    return budget
+
+
+def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter or test, with the sizes of its arguments and result checked beforehand and its steps counted."""
+    wanted = getattr(getattr(function, "jinja_pass_arg", None), "name", None)  # what comes before the value
 
     @functools.wraps(function)
-    def bounded(*args: Any, **kwargs: Any) -> Any:
-        value, rest = args[first], args[first + 1 :]
-        if name == "join":
+    def checked(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if name in _WHOLE_FILTERS:
             value = list(value)
-            check_growth(name, str(rest[0] if rest else kwargs.get("d", "")), (value,), {})
+        num_items = 0 if name in _SHALLOW_FILTERS else count_nested(value, *args, *kwargs.values())
+        budget_of(context).step(1 + num_items // ITEMS_PER_STEP)
+        if name == "join":
+            check_growth(name, str(args[0] if args else kwargs.get("d", "")), (value,), {})
         elif name in _SIZE_FILTERS:
-            check_growth(name, value if isinstance(value, str) else "", rest, kwargs)
-        elif name in _PLAIN_FILTERS:
-            check_nested(value)
-        return function(*args[:first], value, *rest, **kwargs)
+            check_growth(name, value if isinstance(value, str) else "", args, kwargs)
+        elif name == "round" and any(isinstance(arg, int) and arg > MAX_DECIMALS for arg in (*args, *kwargs.values())):
+            raise SecurityError(f"round takes at most {MAX_DECIMALS} decimals in a chat template")
+        elif name == "sum" and not isinstance(args[1] if len(args) > 1 else kwargs.get("start", 0), int | float):
+            raise SecurityError("sum adds up numbers only in a chat template")
+        first = {
+            "context": (context,),
+            "eval_context": (context.eval_ctx,),
+            "environment": (context.environment,),
+        }.get(wanted or "", ())
+        return function(*first, value, *args, **kwargs)
 
-    return bounded
+    return pass_context(checked)
+
+
+def check_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], budget: Budget) -> None:
+    """Refuses a call of a built-in method whose result could be huge or whose work is out of proportion."""
+    budget.step()
+    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+    if isinstance(owner, str):
+        budget.step(len(owner) // 64)
+        check_growth(name, owner, args, kwargs)
+    elif isinstance(owner, bytes | bytearray) or name == "to_bytes":
+        raise SecurityError("bytes are not allowed in a chat template")
+    elif name in ("index", "count", "changed"):  # they compare
+        budget.step(count_nested(owner, *args) // ITEMS_PER_STEP)
+    elif isinstance(owner, dict):  # the key is hashed
+        budget.step(count_nested(*args) // ITEMS_PER_STEP)
 
 
 def bounded_range(*args: int) -> Iterable[int]:

@@ -8,6 +8,8 @@ render may cost is in template_limits.
 from __future__ import annotations
 
 import json
+import re
+import reprlib
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
@@ -23,18 +25,21 @@ from jinja2.utils import Cycler, Joiner, Namespace
 from jinja2.visitor import NodeTransformer
 
 from engine.template_limits import (
+    BUDGET,
+    COMPARING_TESTS,
+    ITEMS_PER_STEP,
     MAX_CHARS,
     REMOVED_FILTERS,
     Budget,
-    bounded_filter,
+    bounded,
     bounded_range,
+    budget_of,
+    check_call,
     check_field,
-    check_growth,
     check_nested,
     check_operator,
+    count_nested,
 )
-
-_BUDGET = "budget of this render"  # not an identifier, so no template can name it
 
 
 class RaisedByTemplate(TemplateError):
@@ -52,7 +57,7 @@ class GenerationTag(Extension):
 
 
 class _Guards(NodeTransformer):
-    """Sends loops and the ~ operator, which Jinja compiles to plain Python, through the environment."""
+    """Sends what Jinja compiles to plain Python through the environment: loops, ~, comparisons, keys of dicts."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -63,6 +68,22 @@ class _Guards(NodeTransformer):
         self.generic_visit(node)
         return _guarded("joined", node.nodes)
 
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        node.expr = _measured(node.expr)
+        for operand in node.ops:
+            operand.expr = _measured(operand.expr)
+        return node
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
+        self.generic_visit(node)
+        node.key = _measured(node.key)
+        return node
+
+
+def _measured(node: nodes.Expr) -> nodes.Expr:
+    return node if isinstance(node, nodes.Const) else _guarded("measured", [node])
+
 
 def _guarded(name: str, arguments: Iterable[nodes.Node]) -> nodes.Expr:
     given: list[Any] = [nodes.ContextReference(), *arguments]
@@ -72,15 +93,19 @@ def _guarded(name: str, arguments: Iterable[nodes.Node]) -> nodes.Expr:
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """Jinja as chat templates expect it: trimmed blocks, break and continue, no HTML escaping."""
 
-    intercepted_binops = frozenset(("*", "**", "+", "%"))
+    intercepted_binops = frozenset(("*", "**", "+", "-", "%"))
 
     def __init__(self) -> None:
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag], finalize=check_nested
         )
-        kept = {name: function for name, function in self.filters.items() if name not in REMOVED_FILTERS}
-        self.filters = {name: bounded_filter(name, function) for name, function in kept.items()}
-        self.filters["tojson"] = _to_json
+        kept: dict[str, Any] = {
+            name: function for name, function in self.filters.items() if name not in REMOVED_FILTERS
+        }
+        kept["tojson"] = _to_json
+        self.filters = {name: bounded(name, function) for name, function in kept.items()}
+        tests: dict[str, Any] = self.tests
+        self.tests = {name: bounded(name, tests[name]) if name in COMPARING_TESTS else tests[name] for name in tests}
         self.globals = {
             "range": bounded_range,
             "dict": _make_dict,
@@ -108,7 +133,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             Exception: whatever else the template does wrong.
         """
         parts, num_chars = [], 0
-        for part in template.generate({**variables, _BUDGET: Budget()}):
+        for part in template.generate({**variables, BUDGET: Budget()}):
             num_chars += len(part)
             if num_chars > MAX_CHARS:
                 raise SecurityError(f"the rendered prompt is longer than {MAX_CHARS} characters")
@@ -117,7 +142,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def counted(self, context: Context, iterable: Iterable[Any]) -> Iterator[Any]:
         """Takes each item of a loop off the budget."""
-        budget = _budget(context)
+        budget = budget_of(context)
         for item in iterable:
             budget.step()
             yield item
@@ -125,22 +150,26 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def joined(self, context: Context, *values: object) -> str:
         """The ~ operator."""
         texts = [str(check_nested(value)) for value in values]
-        _budget(context).build(sum(map(len, texts)), MAX_CHARS)
+        budget_of(context).build(sum(map(len, texts)), MAX_CHARS)
         return "".join(texts)
 
+    def measured(self, context: Context, value: Any) -> Any:
+        """An operand of a comparison or a key, which Python will walk through."""
+        if not isinstance(value, str | int):
+            budget_of(context).step(count_nested(value) // ITEMS_PER_STEP)
+        return value
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        return super().getitem(obj, check_nested(argument))
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        check_operator(operator, left, right, _budget(context))
+        check_operator(operator, left, right, budget_of(context))
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        budget = _budget(__context)
-        budget.step()
+        check_call(__obj, args, kwargs, budget_of(__context))
         if isinstance(__obj, LoopContext) and args:  # a recursive loop
             args = (__self.counted(__context, args[0]), *args[1:])
-        owner = getattr(__obj, "__self__", None)
-        if isinstance(owner, str):
-            budget.step(len(owner) // 64)
-            check_growth(__obj.__name__, owner, args, kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -178,11 +207,6 @@ class _PlainNamespace(Namespace):
         Namespace.__setitem__(self, name, value)
 
 
-def _budget(context: Context) -> Budget:
-    budget: Budget = context.parent[_BUDGET]
-    return budget
-
-
 def _check_names(names: Iterable[str]) -> None:
     for name in names:
         if name.startswith("__"):
@@ -190,14 +214,17 @@ def _check_names(names: Iterable[str]) -> None:
 
 
 def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    check_nested(args)
     return dict(*args, **kwargs)
 
 
 def _raise_exception(message: object) -> NoReturn:
-    raise RaisedByTemplate(str(message))
+    raise RaisedByTemplate(str(check_nested(message)))
 
 
 def _strftime_now(pattern: str) -> str:
+    if len(pattern) > 200 or re.search("[0-9]{4}", pattern):
+        raise SecurityError("strftime_now takes a short pattern without wide fields")
     return datetime.now().strftime(pattern)
 
 
@@ -209,8 +236,17 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """JSON as the model saw it in training: not escaped for HTML, other scripts kept."""
-    if isinstance(indent, int) and indent > 64:
-        raise SecurityError(f"tojson with an indent of {indent}")
-    return json.dumps(
-        check_nested(value), ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    if separators is not None and any(len(mark) > 8 for mark in separators):
+        raise SecurityError("tojson with separators of more than 8 characters")
+    if indent is not None and (not isinstance(indent, int) or indent > 64):
+        raise SecurityError(f"tojson takes an indent of at most 64, found {reprlib.repr(indent)}")
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    if indent is None:
+        return encoder.encode(value)
+    parts, num_chars = [], 0
+    for part in encoder.iterencode(value):  # the indents of a deep value can be far longer than the value
+        num_chars += len(part)
+        if num_chars > MAX_CHARS:
+            raise SecurityError(f"tojson builds a text of more than {MAX_CHARS} characters")
+        parts.append(part)
+    return "".join(parts)

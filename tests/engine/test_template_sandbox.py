@@ -195,3 +195,123 @@ def test_sec_03_many_short_messages_are_fine() -> None:
 )
 def test_ordinary_templates_render_as_in_plain_jinja(text: str, expected: str) -> None:
     assert rendered(text) == expected
+
+
+SHARED = (  # two equal values of 2 ** 40 items, small in memory
+    "{% set ns = namespace(a=[], b=[]) %}{% for i in range(40) %}"
+    "{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}"
+)
+SHARED_USES = [
+    "{{ ns.a == ns.b }}",
+    "{{ 1 if ns.a != ns.b }}",
+    "{{ ns.a < ns.b }}",
+    "{{ ns.a in [1, ns.b] }}",
+    "{{ 1 not in ns.a or ns.a in ns.b }}",
+    "{{ ns.a is eq(ns.b) }}",
+    "{{ ns.a is in([ns.b]) }}",
+    "{{ [ns.a] | select('eq', ns.b) | list }}",
+    "{{ [{'k': ns.a}] | selectattr('k', '==', ns.b) | list }}",
+    "{{ [ns.a, ns.b] | sort }}",
+    "{{ [ns.a, ns.b] | min }}",
+    "{{ [ns.a, ns.b] | max }}",
+    "{{ [ns.a, ns.b] | map('list') | max }}",
+    "{{ [{'k': ns.a}, {'k': ns.b}] | groupby('k') }}",
+    "{{ {'k': ns.a, 'l': ns.b} | dictsort(by='value') }}",
+    "{{ [ns.a].index(ns.b) }}",
+    "{{ [ns.a].count(ns.b) }}",
+    "{% for x in [ns.a, ns.b] %}{{ loop.changed(x) }}{% endfor %}",
+    "{{ {'k': ns.a}.items() }}",
+    "{{ {'k': ns.a}.values() | string }}",
+    "{{ namespace(k=ns.a) }}",
+    "{{ 'x' | attr(ns.a) }}",
+    "{{ {}[ns.a] }}",
+    "{{ raise_exception(ns.a) }}",
+]
+
+
+@pytest.mark.parametrize("use", SHARED_USES)
+def test_sec_03_shared_lists_are_counted_as_written_out(use: str) -> None:
+    """SEC-03: each of these would take 2 ** 40 steps in one operation."""
+    assert "nested value" in refused(SHARED + use)
+
+
+TUPLES = SHARED.replace("[ns.a, ns.a]", "(ns.a, ns.a)").replace("a=[]", "a=()")
+DEEP = "{% set ns = namespace(a=()) %}{% for i in range(100000) %}{% set ns.a = (ns.a,) %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "{{ {ns.a: 1} }}",
+        "{{ {}.get(ns.a) }}",
+        "{{ {}[ns.a] }}",
+        "{{ dict([(ns.a, 1)]) }}",
+        "{{ [ns.a] | unique | list }}",
+    ],
+)
+@pytest.mark.parametrize("values", [TUPLES, DEEP], ids=["shared", "deep"])
+def test_sec_03_hashed_tuples_are_counted(values: str, use: str) -> None:
+    """SEC-03: deep ones would overflow the stack of the process."""
+    assert "nested value" in refused(values + use)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ [[[1] * 1000]] | sum(start=[]) }}",
+        "{{ [] | sum(start='') }}",
+        "{{ [1] | tojson(separators=('x' * 1000000, ':')) }}",
+        "{{ [1] | tojson(indent='x' * 1000000) }}",
+        "{% set ns = namespace(a=[0] * 100000) %}{% for i in range(90) %}{% set ns.a = [ns.a] %}{% endfor %}"
+        "{{ ns.a | tojson(indent=64) }}",
+        "{{ 1.5 | round(7000000, 'ceil') }}",
+        "{{ 'a'.encode().ljust(1000000000) }}",
+        "{{ (5).to_bytes(1000000000, 'big') }}",
+        "{{ strftime_now('%1000000000d') }}",
+        "{{ strftime_now('%c' * 1000000) }}",
+    ],
+)
+def test_sec_03_other_ways_to_grow_are_refused(text: str) -> None:
+    assert "SecurityError" in refused(text)
+
+
+def test_sec_03_wordwrap_is_no_filter() -> None:
+    """It takes time in the square of a word's length."""
+    with pytest.raises(ConfigError, match="wordwrap"):
+        ChatTemplate("{{ 'a' | wordwrap(1) }}", {}, "test")
+
+
+@pytest.mark.parametrize(
+    "use", ["{{ ns.a == ns.b }}", "{{ ns.a | sort }}", "{{ ns.a in [ns.b] }}", "{{ ns.a.count(1) }}"]
+)
+def test_sec_03_comparing_large_values_takes_steps(monkeypatch: pytest.MonkeyPatch, use: str) -> None:
+    monkeypatch.setattr(template_limits, "MAX_STEPS", 1000)
+    assert "more than 1000 steps" in refused("{% set ns = namespace(a=[0] * 100000, b=[0] * 100000) %}" + use)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "{{ 1 < 2 <= 2 }} {{ [1, [2]] == [1, [2]] }} {{ x is defined and x == 'a' }} {{ x != 'a' }}",
+            "True True False True",
+        ),
+        ("{{ 'e' in messages[0].content }} {{ 'role' in messages[0] }} {{ 1 not in [1] }}", "True True False"),
+        ("{{ [3, 1, 2] | sort }} {{ 'ba' | sort | join }} {{ [3, 1] | min }} {{ [3, 1] | sum }}", "[1, 2, 3] ab 1 4"),
+        (
+            "{{ messages | selectattr('role', 'equalto', 'user') | list | length }} {{ [1, 1] | unique | list }}",
+            "1 [1]",
+        ),
+        ("{{ messages | sum(attribute='n', start=2.5) if false else [1] | sum(start=2.5) }}", "3.5"),
+        ("{% for r, g in messages | groupby('role') %}{{ r }}{{ g | length }}{% endfor %}", "user1"),
+        (
+            "{{ {'b': 1, 'a': 2} | dictsort }} {{ {'a': {'b': [1]}} | tojson(indent=1) }}",
+            "[('a', 2), ('b', 1)] {\n \"a\": {\n  \"b\": [\n   1\n  ]\n }\n}",
+        ),
+        ("{{ [1, 2] | tojson(separators=(',', ':')) }} {{ 2.345 | round(2, 'floor') }} {{ 5 - 7 }}", "[1,2] 2.34 -2"),
+        ("{{ {1: 2, 'a': 3}[1] }} {{ [1, 2].index(2) }} {{ {'a': 1}.get('a') }} {{ 3 is in([3]) }}", "2 1 1 True"),
+        ("{% for m in messages + messages %}{{ loop.changed(m.role) }}{% endfor %}", "TrueFalse"),
+    ],
+)
+def test_comparisons_and_filters_work_as_in_plain_jinja(text: str, expected: str) -> None:
+    assert rendered(text) == expected

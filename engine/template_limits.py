@@ -43,8 +43,7 @@ _SIZE_FILTERS = frozenset(("batch", "center", "format", "indent", "replace", "sl
 _WHOLE_FILTERS = frozenset(("groupby", "join", "max", "min", "sort", "sum", "unique"))  # want all items at once
 _SHALLOW_FILTERS = frozenset(  # do not look into the items of a list
     ("abs", "batch", "count", "d", "default", "first", "float", "int", "items", "last", "length", "list", "map")
-    + ("reject", "rejectattr", "reverse", "select", "selectattr", "slice")
-)
+) | frozenset(("reject", "rejectattr", "reverse", "select", "selectattr", "slice"))
 COMPARING_TESTS = frozenset(
     ("==", "!=", "<", "<=", ">", ">=", "eq", "equalto", "ne", "lt", "lessthan", "le", "gt", "greaterthan", "ge", "in")
 )

@@ -70,9 +70,11 @@ class _Guards(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
-        node.expr = _measured(node.expr)
-        for operand in node.ops:
-            operand.expr = _measured(operand.expr)
+        values = [node.expr, *(operand.expr for operand in node.ops)]
+        if sum(not isinstance(value, nodes.Const) for value in values) > 1:  # with a constant Python is done at once
+            node.expr = _measured(node.expr)
+            for operand in node.ops:
+                operand.expr = _measured(operand.expr)
         return node
 
     def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
@@ -167,7 +169,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        check_call(__obj, args, kwargs, budget_of(__context))
+        if getattr(__obj, "__self__", None) is not __self:  # the guards take what they cost off the budget themselves
+            check_call(__obj, args, kwargs, budget_of(__context))
         if isinstance(__obj, LoopContext) and args:  # a recursive loop
             args = (__self.counted(__context, args[0]), *args[1:])
         return super().call(__context, __obj, *args, **kwargs)

@@ -42,6 +42,10 @@ def resolve(model: str) -> ModelSource:
     if not model:
         raise ConfigError(f"--model is empty; {HOW_TO_PASS_A_MODEL}")
     path = Path(model).expanduser()
+    try:
+        path.exists()
+    except OSError as error:
+        raise ConfigError(f"--model {model}: no file can have this name ({error.strerror})") from error
     if path.is_dir():
         return ModelSource("folder", path, path.resolve().name)
     if path.exists():

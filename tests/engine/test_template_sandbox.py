@@ -206,7 +206,7 @@ SHARED_USES = [
     "{{ 1 if ns.a != ns.b }}",
     "{{ ns.a < ns.b }}",
     "{{ ns.a in [1, ns.b] }}",
-    "{{ 1 not in ns.a or ns.a in ns.b }}",
+    "{{ ns.a not in ns.b }}",
     "{{ ns.a is eq(ns.b) }}",
     "{{ ns.a is in([ns.b]) }}",
     "{{ [ns.a] | select('eq', ns.b) | list }}",
@@ -315,3 +315,10 @@ def test_sec_03_comparing_large_values_takes_steps(monkeypatch: pytest.MonkeyPat
 )
 def test_comparisons_and_filters_work_as_in_plain_jinja(text: str, expected: str) -> None:
     assert rendered(text) == expected
+
+
+def test_sec_03_looking_at_all_messages_for_each_costs_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SEC-03: what ordinary templates do in their loops."""
+    monkeypatch.setattr(template_limits, "MAX_STEPS", 20_000)
+    text = "{% for m in messages %}{{ 'x' if loop.index0 == (messages | length) - 1 and m is not none }}{% endfor %}"
+    assert ChatTemplate(text, {}, "test").render(MESSAGES * 5000) == "x"

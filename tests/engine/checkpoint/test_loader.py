@@ -308,3 +308,10 @@ def test_the_order_of_parts_is_that_of_the_map(tmp_path: Path):
     for parts, rows in (((("a", 2), ("b", 1)), [1, 1, 2]), ((("b", 1), ("a", 2)), [2, 1, 1])):
         weights = load_weights(source, WeightMap((LinearSpec("x", parts, 2),), ()))
         assert weights.linears["x"].tensors["weight"][:, 0].tolist() == rows
+
+
+def test_weights_that_no_memory_can_hold_say_how_large_they_are(tmp_path: Path):
+    """A petabyte, more than an address space has."""
+    weight_map = WeightMap((LinearSpec("wide", (("wide", 1 << 24),), 1 << 24),), ())
+    with pytest.raises(ConfigError, match="no memory for the weights: the config asks for 1,125,899,907 MB"):
+        load_weights(ModelSource("folder", tmp_path, "x"), weight_map, load_format="dummy")

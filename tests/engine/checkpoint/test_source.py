@@ -94,3 +94,8 @@ def test_files_of_a_repository_that_are_fetched():
             "onnx/model.onnx", "original/model.safetensors", "model.gguf"}  # fmt: skip
     chosen = filter_repo_objects(from_repo | left, allow_patterns=REPO_FILES, ignore_patterns=REPO_FILES_LEFT_OUT)
     assert set(chosen) == from_repo
+
+
+def test_a_name_that_no_file_can_have():
+    with pytest.raises(ConfigError, match="no file can have this name"):
+        resolve("x" * 300)

@@ -196,6 +196,7 @@ def test_metadata_that_cannot_be_served(tmp_path: Path, tensors: dict[str, np.nd
     )
     assert "intermediate_size must be an integer" in refusal(tmp_path, tensors, keys={"feed_forward_length": [96, 96]})
     assert "num_attention_heads must be an integer" in refusal(tmp_path, tensors, keys={"attention.head_count": "4"})
+    assert "num_hidden_layers must be at most 4096" in refusal(tmp_path, tensors, keys={"block_count": 10**9})
     tensors.pop("token_embd.weight")
     assert "has no tensor token_embd.weight" in refusal(tmp_path, tensors)
 

@@ -6,16 +6,9 @@ from typing import Any
 
 import pytest
 
-from engine.api import (
-    MAX_BAD_WORD_CHARS,
-    MAX_BAD_WORDS,
-    MAX_STOP_STRINGS,
-    ModelInfo,
-    SamplingParams,
-    TokenEvent,
-    TokenLogprob,
-)
+from engine.api import ModelInfo, SamplingParams, TokenEvent, TokenLogprob
 from engine.errors import RequestError
+from engine.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_STOP_STRINGS
 from engine.text import (
     LONG_TEXT,
     MAX_KEPT_RESULTS,

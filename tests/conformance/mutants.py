@@ -268,8 +268,8 @@ TEAM = mutants(
     (
         "linear",
         "one column between shares lost",
-        "out=out[:, : bounds[1]])",
-        "out=out[:, : bounds[1]])\n            out[:, bounds[1]] = 0",
+        "member.finish()\n        return out",
+        "member.finish()\n        out[:, bounds[1]] = 0\n        return out",
     ),
 )
 MUTANTS = [*ATTENTION, *ROPE, *RMSNORM, *ACTIVATION, *LINEAR, *TEAM, *SAMPLING]

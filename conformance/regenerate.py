@@ -21,9 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import transformers
-from transformers.modeling_layers import MtpModel
+
+try:
+    import torch
+    import transformers
+    from transformers.modeling_layers import MtpModel
+except ImportError as error:
+    raise SystemExit(f"{error}; this command needs the extra `oracle`: pip install -e .[oracle]") from None
 
 from conformance.golden_families import CHANGES_UNDER_WAY, FAMILY_GOLDENS, family_model, family_prompts
 from conformance.golden_folded import oracle_model

@@ -154,7 +154,7 @@ def check_tokens_left(sampling: SamplingParams, vocab_size: int, eos_token_ids: 
         name for name in ("allowed_token_ids", "logit_bias", "bad_words_ids", "min_tokens") if getattr(sampling, name)
     ]
     names = " and ".join(masks).replace("bad_words_ids", "bad_words")
-    raise RequestError(f"{names} leave no token to sample", masks[0].replace("bad_words_ids", "bad_words"))
+    raise RequestError(f"no token is left to sample by {names}", masks[0].replace("bad_words_ids", "bad_words"))
 
 
 def _has_penalty(sampling: SamplingParams) -> bool:

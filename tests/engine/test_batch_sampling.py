@@ -147,7 +147,7 @@ def test_sam_09_penalties_in_a_batch_in_chunks_and_after_preemption(small_vocab_
 def test_masks_that_leave_nothing_are_the_callers_fault(folder: Path, sampling: dict[str, Any], named: str) -> None:
     """Refused before anything is computed; one token less in the mask is served."""
     engine = tiny_engine(folder)
-    with pytest.raises(RequestError, match="leave no token to sample") as caught:
+    with pytest.raises(RequestError, match="no token is left to sample") as caught:
         engine.add(request("a", [5, 6], **sampling))
     assert caught.value.param == named
     assert not engine.has_work

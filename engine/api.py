@@ -100,7 +100,7 @@ class TokenLogprob:
 class TokenEvent:
     """New tokens of one choice, from the engine. The last event of a choice carries finish_reason.
 
-    Nobody changes one; it is not frozen because one is made for every token, and a frozen one takes thrice as long.
+    Nobody changes one; it is not frozen because one is made for every token, and a frozen one takes five times as long.
     """
 
     request_id: str

@@ -1,7 +1,6 @@
-"""The three frozen configurations, built once in `serve` and passed by constructor.
+"""The frozen configurations, built once and passed by constructor; nothing is ever changed in place.
 
-ModelConfig says what the checkpoint is, ParallelConfig how it is cut, EngineConfig how it is served. Values that
-are chosen automatically come from dataclasses.replace; nothing is ever changed in place.
+ModelConfig says what the checkpoint is, EngineConfig how it is served.
 """
 
 from __future__ import annotations
@@ -9,8 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
-
-from engine.errors import ConfigError
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3"]
 
@@ -53,14 +50,6 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()  # config.json and generation_config.json together
     default_sampling: dict[str, Any] = field(default_factory=dict)  # from generation_config.json
-
-
-@dataclass(frozen=True, slots=True)
-class ParallelConfig:
-    """How many ranks share the model; one for now."""
-
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +117,6 @@ class EngineConfig:
                 )
             )
         return found
-
-    def validate(self) -> None:
-        """Raises ConfigError with all problems at once, one a line."""
-        found = self.problems()
-        if found:
-            raise ConfigError("\n".join(f"{name} {problem}" for name, problem in found))
 
 
 _INT_RANGES: tuple[tuple[str, int, int], ...] = (  # the upper ends keep a slip of the pen from stalling the start

@@ -13,10 +13,6 @@ class CheckpointError(GlintError):
     """A weight file is missing, damaged, or does not fit the config; the message names the tensor or file."""
 
 
-class KernelError(GlintError):
-    """An operation was called with arrays that it cannot take."""
-
-
 class CapacityError(GlintError):
     """The queue is full for now; the same request may succeed later."""
 

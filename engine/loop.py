@@ -216,10 +216,11 @@ class Engine:
 
     def _take_results(self, plan: StepPlan, seqs: list[Sequence], result: StepResult) -> list[TokenEvent]:
         events: list[TokenEvent] = []
-        for seq in seqs:
-            if seq.slot in result.prompt_logprobs:
-                assert seq.prompt_logprobs is not None
-                seq.prompt_logprobs += result.prompt_logprobs[seq.slot]
+        if result.prompt_logprobs:
+            for seq in seqs:
+                if seq.slot in result.prompt_logprobs:
+                    assert seq.prompt_logprobs is not None
+                    seq.prompt_logprobs += result.prompt_logprobs[seq.slot]
         sampling = [seq for seq, samples in zip(seqs, plan.samples.tolist(), strict=True) if samples]
         rows = zip(sampling, result.token_ids, result.logprobs, strict=True)
         for row, (seq, token_id, logprob) in enumerate(rows):

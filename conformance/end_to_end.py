@@ -140,7 +140,7 @@ def _runner(folder: Path, ops: OpTable, max_model_len: int, num_blocks: int) -> 
     cache = make_kv_cache(
         model.cache_specs, num_blocks, BLOCK_SIZE, allocate=lambda shape, dtype: np.full(shape, np.nan, dtype)
     )
-    rope = RopeTable(config.rope, config.head_dim, max_model_len)
+    rope = RopeTable(config.rope, config.rotary_dim, max_model_len)
     sampler = Sampler(config.vocab_size, 1, ops.sampling)
     return ModelRunner(model, ops, OneRank(ops), cache, rope, sampler)
 

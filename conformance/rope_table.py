@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conformance.case import Case, Inputs, Outputs
+from engine import rope_table
 from engine.config import RopeConfig
 from engine.ops import OpTable
-from engine.rope_table import RopeTable, inv_freq
+from engine.rope_table import RopeTable
 from ref.rope import rope_cos_sin, rope_inv_freq
 
 Array = NDArray[Any]
@@ -28,6 +29,11 @@ ROPES = {
 HEAD_DIMS = {"default": (2, 10, 64, 128), "llama3": (64, 128)}
 SEQ_LENS = {"dynamic": (1, 100, 101, 1000)}  # up to where scaling begins, and beyond
 MAX_MODEL_LEN = 4096
+
+
+def frequency_arguments(rope: RopeConfig) -> dict[str, Any]:
+    """The arguments of ref.rope.rope_inv_freq; attention_factor is one of rope_cos_sin."""
+    return {key: value for key, value in asdict(rope).items() if key != "attention_factor"}
 
 
 def cases() -> list[Case]:
@@ -49,9 +55,9 @@ def _angles(name: str, rope: RopeConfig, head_dim: int, seq_len: int) -> Case:
         axes=axes,
         make_inputs=lambda seed: dict(axes),
         reference=lambda rope, head_dim, seq_len: {
-            "inv_freq": rope_inv_freq(**asdict(rope), head_dim=head_dim, seq_len=seq_len)
+            "inv_freq": rope_inv_freq(**frequency_arguments(rope), head_dim=head_dim, seq_len=seq_len)
         },
-        candidate=lambda ops, rope, head_dim, seq_len: {"inv_freq": inv_freq(rope, head_dim, seq_len)},
+        candidate=lambda ops, rope, head_dim, seq_len: {"inv_freq": rope_table.inv_freq(rope, head_dim, seq_len)},
         storage="float64",
     )
 
@@ -79,10 +85,11 @@ def _row_inputs(seed: int, rope: RopeConfig, head_dim: int, num_tokens: int) -> 
 
 def _row_reference(rope: RopeConfig, head_dim: int, positions: Array, num_prompts: Array) -> Outputs:
     """Every token by itself, with the table that its sequence's prompt chose."""
-    rows = [
-        rope_cos_sin(rope_inv_freq(**asdict(rope), head_dim=head_dim, seq_len=int(n)), positions[i : i + 1])
-        for i, n in enumerate(num_prompts)
-    ]
+    arguments = frequency_arguments(rope)
+    rows = []
+    for i, n in enumerate(num_prompts):
+        inv_freq = rope_inv_freq(**arguments, head_dim=head_dim, seq_len=int(n))
+        rows.append(rope_cos_sin(inv_freq, positions[i : i + 1], rope.attention_factor))
     return {"cos_sin": np.concatenate(rows)}
 
 

@@ -19,7 +19,7 @@ from engine.faults import Faults
 from engine.kv_cache import make_kv_cache
 from engine.loop import Engine, Limits
 from engine.memory import MemoryPlan, plan_memory
-from engine.model_config import summary
+from engine.model_config.read import summary
 from engine.models.model import Model
 from engine.models.registry import ARCHITECTURES
 from engine.ops import OpTable, cpu_ops
@@ -91,7 +91,7 @@ def _assemble(
     config: EngineConfig, model: Model, ops: OpTable, memory: MemoryPlan, max_model_len: int, faults: Faults | None
 ) -> Engine:
     cache = make_kv_cache(model.cache_specs, memory.num_blocks, config.block_size)
-    rope = RopeTable(model.config.rope, model.config.head_dim, max_model_len)
+    rope = RopeTable(model.config.rope, model.config.rotary_dim, max_model_len)
     sampler = Sampler(model.config.vocab_size, config.max_num_seqs, ops.sampling)
     runner = ModelRunner(model, ops, OneRank(ops), cache, rope, sampler)
     blocks = BlockManager(memory.num_blocks, config.block_size, config.enable_prefix_caching)

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,45 @@ class RopeConfig:
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 0  # llama3: the length before scaling; dynamic: where scaling begins
+    original_max_position_embeddings: int = 0  # the length before scaling; dynamic: where scaling begins
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()  # longrope: a factor a pair, up to and past the original length
+    long_factor: tuple[float, ...] = ()
+    attention_factor: float = 1.0  # multiplies cosines and sines
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """Mixture of experts: the arguments of ref.moe_routing.moe_route, and the sizes."""
+
+    n_experts: int
+    n_experts_per_tok: int
+    intermediate_size: int  # of one expert
+    layers: tuple[bool, ...]  # which layers have experts; the others have a dense MLP
+    renormalize: bool
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+    group_best: int = 1
+    selection_bias: bool = False
+    shared_intermediate_size: int = 0  # 0: no expert that all tokens use
+    shared_gate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MlaConfig:
+    """Latent attention: sizes of its projections. head_dim of the model is qk_nope_head_dim + qk_rope_head_dim."""
+
+    q_lora_rank: int | None  # None: queries come straight from the hidden state
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    sm_scale: float  # of scores, with yarn's factor in it (see ref.mla.mla_sm_scale)
+    eps: float = 1e-6  # of the two norms inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +75,31 @@ class ModelConfig:
     intermediate_size: int
     vocab_size: int
     max_position_embeddings: int
-    rms_norm_eps: float
+    norm_eps: float
     rope: RopeConfig
+    rope_interleaved: bool = False  # neighbouring elements turn together, not halves
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     hidden_act: str = "silu"
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: bool = False  # an RMSNorm on each head of q and k, before the rotary embedding
+    qk_norm: bool = False  # a norm on each head of q and k, before the rotary embedding
     mlp_bias: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what each piece adds to the residual
+    logit_scale: float = 1.0
+    moe: MoeConfig | None = None
+    mla: MlaConfig | None = None
     windows: tuple[int | None, ...] = ()  # of each layer: keys that a query sees, itself included; None = all
     dtype: str = "float32"  # of the checkpoint's weights
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()  # config.json and generation_config.json together
     default_sampling: dict[str, Any] = field(default_factory=dict)  # from generation_config.json
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that rotate."""
+        return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
 
 
 @dataclass(frozen=True, slots=True)

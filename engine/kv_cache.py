@@ -15,27 +15,31 @@ Array = Any
 class CacheSpec:
     """What a group of layers must remember; the block manager and the runner see only this."""
 
-    kind: Literal["full"]
+    kind: Literal["full", "latent"]
     layers: tuple[int, ...]
-    n_kv_heads: int
-    head_dim: int
+    n_kv_heads: int  # latent: 1
+    head_dim: int  # latent: kv_lora_rank + qk_rope_head_dim
 
     def bytes_per_block(self, block_size: int, itemsize: int) -> int:
-        """Bytes of one block over all of these layers, keys and values."""
-        return 2 * len(self.layers) * block_size * self.n_kv_heads * self.head_dim * itemsize
+        """Bytes of one block over all of these layers: keys and values, or the latents that stand for both."""
+        arrays = 2 if self.kind == "full" else 1
+        return arrays * len(self.layers) * block_size * self.n_kv_heads * self.head_dim * itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """k_cache[layer], v_cache[layer]: [num_blocks, block_size, n_kv_heads, head_dim]."""
+    """k_cache[layer], v_cache[layer]: [num_blocks, block_size, n_kv_heads, head_dim]; of layers with latent attention
+    latent_cache[layer]: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]."""
 
     k_cache: dict[int, Array]
     v_cache: dict[int, Array]
+    latent_cache: dict[int, Array]
     block_size: int
 
     @property
     def num_bytes(self) -> int:
-        return sum(int(array.nbytes) for arrays in (self.k_cache, self.v_cache) for array in arrays.values())
+        groups = (self.k_cache, self.v_cache, self.latent_cache)
+        return sum(int(array.nbytes) for arrays in groups for array in arrays.values())
 
 
 def make_kv_cache(
@@ -48,9 +52,13 @@ def make_kv_cache(
     """Allocates the whole pool."""
     k_cache: dict[int, Array] = {}
     v_cache: dict[int, Array] = {}
+    latent_cache: dict[int, Array] = {}
     for spec in specs:
         shape = (num_blocks, block_size, spec.n_kv_heads, spec.head_dim)
         for layer in spec.layers:
+            if spec.kind == "latent":
+                latent_cache[layer] = allocate((num_blocks, block_size, spec.head_dim), dtype=dtype)
+                continue
             k_cache[layer] = allocate(shape, dtype=dtype)
             v_cache[layer] = allocate(shape, dtype=dtype)
-    return KVCache(k_cache, v_cache, block_size)
+    return KVCache(k_cache, v_cache, latent_cache, block_size)

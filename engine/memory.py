@@ -66,7 +66,7 @@ def plan_memory(config: EngineConfig, model: Model, weight_bytes: int, max_model
             f"the largest step needs {workspace / 1e6:,.0f} MB, {uses[name] / 1e6:,.0f} MB of them for "
             f"--{name.replace('_', '-')} {value}, and {available / 1e6:,.0f} MB are free; set that lower"
         )
-    table = ROPE_BYTES * model.config.head_dim * max_model_len
+    table = ROPE_BYTES * model.config.rotary_dim * max_model_len
     if table > available:
         raise ConfigError(
             f"the rotary table for --max-model-len {max_model_len} needs {table / 1e6:,.0f} MB while it is made, and "

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from engine.cpu import activation, attention, linear, rmsnorm, rope, sampling
 from engine.cpu.team import Team
 from engine.weights import LinearWeight
-from ref import embedding
+from ref import embedding, layernorm
 
 Array = Any
 
@@ -51,6 +51,8 @@ class OpTable:
     linear: Callable[[Array, LinearWeight], Array]  # (x, weight)
     rmsnorm: Callable[[Array, Array, float], Array]  # (x, weight, eps)
     add_rmsnorm: Callable[[Array, Array, Array, float], tuple[Array, Array]]  # (x, residual, weight, eps)
+    layernorm: Callable[[Array, Array, Array | None, float], Array]  # (x, weight, bias, eps)
+    add_layernorm: Callable[..., tuple[Array, Array]]  # (x, residual, weight, bias, eps)
     rope_kv_write: Callable[..., Array]  # (q, k, v, cos_sin, slot_mapping, k_cache, v_cache)
     qk_norm_rope_kv_write: Callable[..., Array]  # (q, k, v, q_weight, k_weight, eps, cos_sin, …)
     attention_decode: Callable[..., Array]  # (q, k_cache, v_cache, block_table, seq_lens, sm_scale, window)
@@ -67,6 +69,8 @@ def cpu_ops(num_threads: int = 1) -> OpTable:
         linear=partial(linear.linear, team=Team(num_threads)),
         rmsnorm=rmsnorm.rmsnorm,
         add_rmsnorm=rmsnorm.add_rmsnorm,
+        layernorm=layernorm.layernorm,
+        add_layernorm=layernorm.add_layernorm,
         rope_kv_write=rope.rope_kv_write,
         qk_norm_rope_kv_write=rope.qk_norm_rope_kv_write,
         attention_decode=attention.attention_decode,

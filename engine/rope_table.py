@@ -64,7 +64,7 @@ class RopeTable:
                 rows[mine] = self._cos_sin(positions[mine], inv_freq(self._rope, self._head_dim, rope_len))
         return rows
 
-    @staticmethod
-    def _cos_sin(positions: NDArray[np.integer], freq: Float64) -> NDArray[np.float32]:
+    def _cos_sin(self, positions: NDArray[np.integer], freq: Float64) -> NDArray[np.float32]:
         angles = positions[:, None].astype(np.float64) * freq
-        return np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+        table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
+        return (self._rope.attention_factor * table).astype(np.float32)

@@ -20,6 +20,7 @@ from engine.models.model import Model
 from engine.ops import OpTable
 from engine.rope_table import RopeTable
 from engine.sampler import Sampler, prompt_logprobs
+from engine.weights import Norm
 
 Array = Any
 LogitsHook = Callable[[Array, NDArray[np.int32]], None]  # (logits, slots); for fault injection in tests
@@ -90,11 +91,16 @@ class ModelRunner:
     def forward(self, batch: ForwardBatch) -> Array:
         """Final-normed hidden states, [num_tokens, hidden_size]."""
         residual = self.model.embed(batch)
-        hidden = self._ops.rmsnorm(residual, self._first_norm.weight, self._first_norm.eps)
+        hidden = self._normed(residual, self._first_norm)
         for piece, norm in zip(self.model.pieces, self._next_norms, strict=True):
             partial = piece.forward(hidden, batch, self._cache)
             hidden, residual = self._comm.reduce_add_norm(partial, residual, norm)
         return hidden
+
+    def _normed(self, x: Array, norm: Norm) -> Array:
+        if norm.kind == "layernorm":
+            return self._ops.layernorm(x, norm.weight, norm.bias, norm.eps)
+        return self._ops.rmsnorm(x, norm.weight, norm.eps)
 
     def _score_prompts(self, plan: StepPlan, hidden: Array) -> dict[int, list[TokenLogprob]]:
         """Logprobs of the prompt token after each row that has one."""

@@ -6,9 +6,9 @@ lacks one or holds one more. Models never look inside a LinearWeight: its format
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 Array = Any  # numpy.ndarray on a CPU, cupy.ndarray on a GPU
 
@@ -18,17 +18,27 @@ class LinearSpec:
     """One linear layer of the engine, made of one or more modules of the checkpoint stacked along `out`.
 
     dest "layers.0.qkv_proj" with parts ("model.layers.0.self_attn.q_proj", 576), (…k_proj, 192), (…v_proj, 192)
-    reads three modules into one [960, in_features] weight.
+    reads three modules into one [960, in_features] weight. With n_experts the names of parts hold "{expert}", and
+    the weights of all experts are stacked: [n_experts, out_features, in_features].
     """
 
     dest: str
     parts: tuple[tuple[str, int], ...]  # (module name in the checkpoint, its out_features)
     in_features: int
     bias: bool = False
+    n_experts: int = 0
 
     @property
     def out_features(self) -> int:
         return sum(out_features for _, out_features in self.parts)
+
+    def modules(self) -> Iterator[tuple[str, int | None, slice]]:
+        """(module name in the checkpoint, its expert if there are experts, its rows of out) of all that are read."""
+        for expert in range(self.n_experts) if self.n_experts else (None,):
+            first = 0
+            for name, out_features in self.parts:
+                yield name.format(expert=expert), expert, slice(first, first + out_features)
+                first += out_features
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +68,7 @@ class WeightMap:
 class LinearWeight:
     """The weight of y = x Wᵀ + bias as a value; what is in tensors is the format's business.
 
-    format "dense": tensors["weight"] [out_features, in_features], floating point.
+    format "dense": tensors["weight"] [out_features, in_features], floating point; of experts one axis more in front.
     """
 
     format: str
@@ -70,10 +80,12 @@ class LinearWeight:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMSNorm of [num_tokens, hidden_size]."""
+    """Of [num_tokens, hidden_size]."""
 
     weight: Array  # [hidden_size]
     eps: float
+    kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    bias: Array | None = None  # [hidden_size], layernorm only
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from engine.checkpoint.gguf_file import GgufFile
 from engine.checkpoint.stored_tensor import StoredTensor, read_into
 from engine.config import ModelConfig
 from engine.errors import CheckpointError, ConfigError
-from engine.model_config import model_config_from_hf
+from engine.model_config.read import model_config_from_hf
 
 ARCHITECTURE = "llama"
 ROPE_FACTORS = "rope_freqs.weight"

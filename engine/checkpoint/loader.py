@@ -28,7 +28,7 @@ from engine.checkpoint.source import ModelSource
 from engine.checkpoint.stored_tensor import DECODERS, StoredTensor, read_into
 from engine.config import ModelConfig
 from engine.errors import CheckpointError, ConfigError
-from engine.model_config import model_config_from_hf
+from engine.model_config.read import model_config_from_hf
 from engine.weights import LinearWeight, WeightMap, Weights
 
 Floats = NDArray[np.float32]
@@ -124,10 +124,10 @@ def _wanted(weight_map: WeightMap) -> Iterator[tuple[str, tuple[int, ...]]]:
     for array in weight_map.arrays:
         yield array.name, array.shape
     for linear in weight_map.linears:
-        for module, out_features in linear.parts:
-            yield f"{module}.weight", (out_features, linear.in_features)
+        for module, _, rows in linear.modules():
+            yield f"{module}.weight", (rows.stop - rows.start, linear.in_features)
             if linear.bias:
-                yield f"{module}.bias", (out_features,)
+                yield f"{module}.bias", (rows.stop - rows.start,)
 
 
 def _check(source: ModelSource, tensors: Mapping[str, StoredTensor], weight_map: WeightMap) -> int:
@@ -189,15 +189,14 @@ def _allocate_all(weight_map: WeightMap) -> tuple[Weights, list[_Copy]]:
         copies.append(_Copy(array.name, arrays[array.dest]))
     linears: dict[str, LinearWeight] = {}
     for linear in weight_map.linears:
-        weight = np.empty((linear.out_features, linear.in_features), np.float32)
-        bias = np.empty(linear.out_features, np.float32) if linear.bias else None
-        first = 0
-        for module, out_features in linear.parts:
-            rows = slice(first, first + out_features)
-            copies.append(_Copy(f"{module}.weight", weight[rows]))
+        stack = (linear.n_experts,) if linear.n_experts else ()
+        weight = np.empty((*stack, linear.out_features, linear.in_features), np.float32)
+        bias = np.empty((*stack, linear.out_features), np.float32) if linear.bias else None
+        for module, expert, rows in linear.modules():
+            place = (rows,) if expert is None else (expert, rows)
+            copies.append(_Copy(f"{module}.weight", weight[place]))
             if bias is not None:
-                copies.append(_Copy(f"{module}.bias", bias[rows]))
-            first += out_features
+                copies.append(_Copy(f"{module}.bias", bias[place]))
         linears[linear.dest] = _dense(weight, bias)
     if weight_map.tied:
         linears[HEAD] = _dense(arrays[EMBEDDING], None)
@@ -205,7 +204,7 @@ def _allocate_all(weight_map: WeightMap) -> tuple[Weights, list[_Copy]]:
 
 
 def _dense(weight: Floats, bias: Floats | None) -> LinearWeight:
-    out_features, in_features = weight.shape
+    out_features, in_features = weight.shape[-2:]
     return LinearWeight("dense", out_features, in_features, {"weight": weight}, bias)
 
 

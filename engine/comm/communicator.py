@@ -18,4 +18,6 @@ class OneRank:
 
     def reduce_add_norm(self, partial: Array, residual: Array, norm: Norm) -> tuple[Array, Array]:
         """(norm(sum of partials + residual), sum of partials + residual), each [num_tokens, hidden_size]."""
+        if norm.kind == "layernorm":
+            return self._ops.add_layernorm(partial, residual, norm.weight, norm.bias, norm.eps)
         return self._ops.add_rmsnorm(partial, residual, norm.weight, norm.eps)

@@ -14,11 +14,11 @@ Float32 = NDArray[np.float32]
 
 
 def prepare_dense(weight: LinearWeight) -> LinearWeight:
-    """Stores the weight as weight_t [in_features, out_features], C order.
+    """Stores the weight as weight_t [in_features, out_features], C order; of experts one axis more in front.
 
     OpenBLAS multiplies a few rows by that layout about a fifth faster than by [out, in] (2 cores, 2 to 32 rows).
     """
-    stored = np.ascontiguousarray(np.asarray(weight.tensors["weight"], np.float32).T)
+    stored = np.ascontiguousarray(np.asarray(weight.tensors["weight"], np.float32).swapaxes(-2, -1))
     return replace(weight, tensors={"weight_t": stored})
 
 

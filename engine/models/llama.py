@@ -58,8 +58,8 @@ def build(config: ModelConfig, weights: Weights, ops: OpTable) -> Model:
     pieces: list[Piece] = []
     for layer in range(config.n_layers):
         dest = f"layers.{layer}"
-        attn_norm = Norm(weights.arrays[f"{dest}.input_layernorm"], config.rms_norm_eps)
-        mlp_norm = Norm(weights.arrays[f"{dest}.post_attention_layernorm"], config.rms_norm_eps)
+        attn_norm = Norm(weights.arrays[f"{dest}.input_layernorm"], config.norm_eps)
+        mlp_norm = Norm(weights.arrays[f"{dest}.post_attention_layernorm"], config.norm_eps)
         attn = partial(attention, config=config, weights=weights, ops=ops, layer=layer)
         pieces.append(Piece(f"{dest}.attention", attn_norm, attn))
         pieces.append(Piece(f"{dest}.mlp", mlp_norm, partial(mlp, weights=weights, ops=ops, layer=layer)))
@@ -68,7 +68,7 @@ def build(config: ModelConfig, weights: Weights, ops: OpTable) -> Model:
         config=config,
         embed=lambda batch: ops.embedding(batch.token_ids, table),
         pieces=tuple(pieces),
-        final_norm=Norm(weights.arrays["norm"], config.rms_norm_eps),
+        final_norm=Norm(weights.arrays["norm"], config.norm_eps),
         logits=lambda hidden: ops.linear(hidden, weights.linears["lm_head"]),
         cache_specs=(CacheSpec("full", tuple(range(config.n_layers)), config.n_kv_heads, config.head_dim),),
     )
@@ -92,7 +92,7 @@ def attention(
     place = (batch.rope_cos_sin, batch.slot_mapping, k_cache, v_cache)
     if config.qk_norm:
         q_norm, k_norm = weights.arrays[f"layers.{layer}.q_norm"], weights.arrays[f"layers.{layer}.k_norm"]
-        q = ops.qk_norm_rope_kv_write(q, k, v, q_norm, k_norm, config.rms_norm_eps, *place)
+        q = ops.qk_norm_rope_kv_write(q, k, v, q_norm, k_norm, config.norm_eps, *place)
     else:
         q = ops.rope_kv_write(q, k, v, *place)
     out = attend(q, batch, k_cache, v_cache, head_dim**-0.5, config.windows[layer], ops)

@@ -195,7 +195,7 @@ LINEAR = mutants(
     ("linear", "half precision on the way", "team.matmul(x,", "team.matmul(x.astype(np.float16).astype(np.float32),"),
     ("linear", "last row lost", "    return y", "    y[-1:] = 0\n    return y"),
     ("linear", "wider than its type", "    return y", "    return y.astype(np.float64)"),
-    ("linear prepare", "outputs in reverse", "np.float32).T)", "np.float32).T[:, ::-1])"),
+    ("linear prepare", "outputs in reverse", "swapaxes(-2, -1))", "swapaxes(-2, -1)[..., ::-1])"),
     (
         "linear",
         "scaled by the largest row",

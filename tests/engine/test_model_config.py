@@ -1,16 +1,16 @@
 """engine.model_config: every spelling of config.json has one meaning, and what has none is refused by name (LDR-08)."""
 
 import json
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pytest
 
 from conformance.golden_models import config_v5, llama_config
+from conformance.rope_table import frequency_arguments
 from engine.config import RopeConfig
 from engine.errors import ConfigError
-from engine.model_config import model_config_from_hf, summary
+from engine.model_config.read import model_config_from_hf, summary
 from ref.rope import rope_cos_sin, rope_inv_freq
 
 LINEAR = {"type": "linear", "factor": 4.0}
@@ -44,7 +44,7 @@ def test_sizes_and_constants():
     config = read(num_hidden_layers=3, head_dim=48, attention_bias=True, torch_dtype="bfloat16", sliding_window=7)
     assert (config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim) == (3, 4, 2, 48)
     assert (config.hidden_size, config.intermediate_size, config.vocab_size) == (128, 256, 1000)
-    assert (config.rms_norm_eps, config.max_position_embeddings, config.dtype) == (1e-5, 2048, "bfloat16")
+    assert (config.norm_eps, config.max_position_embeddings, config.dtype) == (1e-5, 2048, "bfloat16")
     assert (config.qkv_bias, config.o_bias) == (True, True)
     assert not config.mlp_bias
     assert config.windows == (None,) * 3  # Llama has none, whatever its config.json says
@@ -126,7 +126,7 @@ def test_ldr_08_equal_meanings_give_the_same_table():
     for spelling in spellings:
         config = read(**spelling)
         assert config.rope == RopeConfig("linear", 5e5, 4.0)
-        inv_freq = rope_inv_freq(head_dim=config.head_dim, **asdict(config.rope))
+        inv_freq = rope_inv_freq(head_dim=config.head_dim, **frequency_arguments(config.rope))
         tables.append(rope_cos_sin(inv_freq, np.arange(8)))
     assert all(np.array_equal(table, tables[0]) for table in tables)
     # at factor 4 position 4 turns the first pair by one radian

@@ -1,6 +1,5 @@
 """engine.checkpoint.gguf_llama: a Llama in a GGUF file is the same Llama as in a folder."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import gguf
 import numpy as np
 import pytest
 
+from conformance.rope_table import frequency_arguments
 from engine.checkpoint.gguf_file import read_gguf
 from engine.checkpoint.gguf_llama import model_config_from_gguf
 from engine.config import ModelConfig, RopeConfig
@@ -48,7 +48,7 @@ def test_config(tmp_path: Path, tensors: dict[str, np.ndarray]):
     assert config == ModelConfig(
         architecture="LlamaForCausalLM", n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, hidden_size=64,
         intermediate_size=96, vocab_size=GGUF_VOCAB, max_position_embeddings=128,
-        rms_norm_eps=float(np.float32(1e-5)), rope=RopeConfig(), tie_word_embeddings=True, bos_token_id=1,
+        norm_eps=float(np.float32(1e-5)), rope=RopeConfig(), tie_word_embeddings=True, bos_token_id=1,
         windows=(None, None), eos_token_ids=(2, 7),
     )  # fmt: skip
 
@@ -219,7 +219,7 @@ def test_linear_rope_new_and_old(tmp_path: Path, tensors: dict[str, np.ndarray])
 def llama3_factors(head_dim: int, rope: RopeConfig) -> np.ndarray:
     """By ref: the plain frequencies over the scaled ones."""
     plain = rope_inv_freq("default", rope.theta, head_dim)
-    return (plain / rope_inv_freq(head_dim=head_dim, **asdict(rope))).astype(np.float32)
+    return (plain / rope_inv_freq(head_dim=head_dim, **frequency_arguments(rope))).astype(np.float32)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,47 @@
+"""What each architecture's config.json says in its own way: a row a family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.model_config.fields import Fields
+
+# num_key_value_heads None: as many as num_attention_heads
+QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """optional: its optional keys and what transformers takes for each where config.json is silent; a key that is
+    neither there nor common to all families is not read. extra: the fields of ModelConfig that this family sets
+    beyond those common to all; it may note problems in the fields.
+    """
+
+    optional: Mapping[str, Any]
+    extra: Callable[[Fields], dict[str, Any]] = lambda fields: {}
+
+
+def _llama(fields: Fields) -> dict[str, Any]:
+    bias = fields.flag("attention_bias")
+    return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": fields.flag("mlp_bias")}
+
+
+def _qwen2(fields: Fields) -> dict[str, Any]:
+    return {"qkv_bias": True}  # always, and never one on o_proj
+
+
+def _qwen3(fields: Fields) -> dict[str, Any]:
+    bias = fields.flag("attention_bias")
+    return {"qkv_bias": bias, "o_bias": bias, "qk_norm": True}
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family({"num_key_value_heads": None, "attention_bias": False, "mlp_bias": False}, _llama),
+    "MistralForCausalLM": Family({"num_key_value_heads": 8, "sliding_window": 4096}),
+    "Qwen2ForCausalLM": Family({"num_key_value_heads": 32, **QWEN_WINDOW}, _qwen2),
+    "Qwen3ForCausalLM": Family(
+        {"num_key_value_heads": 32, "head_dim": 128, "attention_bias": False, **QWEN_WINDOW}, _qwen3
+    ),
+}

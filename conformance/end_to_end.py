@@ -17,24 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conformance.case import Case, Inputs, Outputs
+from conformance.engine_run import BLOCK_SIZE, make_runner, run_chunks
 from conformance.golden import model_inputs
 from conformance.golden_families import FAMILY_GOLDENS, family_model, family_prompts, family_tensors
 from conformance.golden_models import GOLDEN_SEED, GOLDENS, golden_model, golden_prompts
 from engine.api import GenerationRequest, SamplingParams
-from engine.batch import StepPlan, build_batch, token_positions
 from engine.build import build_engine
-from engine.checkpoint.loader import load_model_config, load_weights
-from engine.checkpoint.source import resolve
-from engine.comm.communicator import OneRank
 from engine.config import EngineConfig
-from engine.kv_cache import make_kv_cache
 from engine.loop import drain
-from engine.models.registry import ARCHITECTURES
 from engine.ops import OpTable
-from engine.rope_table import RopeTable
-from engine.runner import ModelRunner
-from engine.sampler import Sampler
-from engine.weights import Weights
 from ref.config import parse_config
 from ref.generate import generate
 from ref.model.fields import ModelConfig
@@ -45,7 +36,6 @@ from ref.sampling import log_softmax
 Array = NDArray[Any]
 
 FAMILIES = ("qwen2", "qwen2_window", "qwen3", "qwen3_bias")  # of golden_families, those that the engine serves
-BLOCK_SIZE = 4
 NUM_BLOCKS = (
     28  # the three prompts of `generate` fit with 2 + 6 + 18 and a spare one each, their ends (4 + 8 + 20) do not
 )
@@ -101,71 +91,10 @@ def _forward_candidate(
     chunks: Sequence[int],
     make_model: Callable[[str, str], Path] = golden_model,
 ) -> Outputs:
-    block_table, num_blocks = _shuffled_blocks(prompts)
     with tempfile.TemporaryDirectory() as folder:
-        runner = _runner(make_model(folder, name), ops, max(map(len, prompts)), num_blocks)
-    done = [0] * len(prompts)
-    logits: list[list[Array]] = [[] for _ in prompts]
-    while any(num_done < len(prompt) for num_done, prompt in zip(done, prompts, strict=True)):
-        counts = [min(chunk, len(prompt) - n) for chunk, prompt, n in zip(chunks, prompts, done, strict=False)]
-        rows = sorted((i for i, count in enumerate(counts) if count), key=lambda i: counts[i] > 1)  # decodes first
-        plan = _plan(rows, prompts, done, counts, block_table, runner.rope)
-        rope_rows = runner.rope.rows(token_positions(plan), np.repeat(plan.rope_lens, np.diff(plan.cu_seqlens_q)))
-        hidden = runner.forward(build_batch(plan, BLOCK_SIZE, rope_rows))
-        for i, part in zip(rows, np.split(runner.model.logits(hidden), plan.cu_seqlens_q[1:-1]), strict=True):
-            logits[i].append(part)
-            done[i] += counts[i]
-    return {f"logits{i}": np.concatenate(parts) for i, parts in enumerate(logits)}
-
-
-def _shuffled_blocks(prompts: Sequence[Sequence[int]]) -> tuple[Array, int]:
-    """block_table [num_seqs, longest] of blocks in random order, none twice, and the number of blocks: two more."""
-    counts = [-(-len(prompt) // BLOCK_SIZE) for prompt in prompts]
-    num_blocks = sum(counts) + 2
-    blocks = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
-    block_table = np.full((len(prompts), max(counts)), -1, np.int32)
-    for row, part in enumerate(np.split(blocks[:-2], np.cumsum(counts)[:-1])):
-        block_table[row, : len(part)] = part
-    return block_table, num_blocks
-
-
-def _runner(folder: Path, ops: OpTable, max_model_len: int, num_blocks: int) -> ModelRunner:
-    """A runner over any op table; engine.build makes one over the machine's own."""
-    source = resolve(str(folder))
-    config = load_model_config(source)
-    architecture = ARCHITECTURES[config.architecture]
-    loaded = load_weights(source, architecture.weight_map(config), progress=False)
-    linears = {dest: w if dest == "lm_head" else ops.prepare(w) for dest, w in loaded.linears.items()}
-    model = architecture.build(config, Weights(linears, loaded.arrays), ops)
-    cache = make_kv_cache(
-        model.cache_specs, num_blocks, BLOCK_SIZE, allocate=lambda shape, dtype: np.full(shape, np.nan, dtype)
-    )
-    rope = RopeTable(config.rope, config.rotary_dim, max_model_len)
-    sampler = Sampler(config.vocab_size, 1, ops.sampling)
-    return ModelRunner(model, ops, OneRank(ops), cache, rope, sampler)
-
-
-def _plan(
-    rows: Sequence[int],
-    prompts: Sequence[Sequence[int]],
-    done: Sequence[int],
-    counts: Sequence[int],
-    block_table: Array,
-    rope: RopeTable,
-) -> StepPlan:
-    num_tokens = np.array([counts[i] for i in rows], np.int32)
-    return StepPlan(
-        step=0,
-        slots=np.array(rows, np.int32),
-        starts=np.array([done[i] for i in rows], np.int32),
-        cu_seqlens_q=np.cumsum([0, *num_tokens], dtype=np.int32),
-        token_ids=np.concatenate([prompts[i][done[i] : done[i] + counts[i]] for i in rows]).astype(np.int32),
-        block_table=block_table[rows],
-        num_logits=num_tokens,
-        samples=np.ones(len(rows), np.bool_),
-        rope_lens=np.array([rope.rope_len(len(prompts[i])) for i in rows], np.int32),
-        num_decodes=int(np.count_nonzero(num_tokens == 1)),
-    )
+        runner = make_runner(make_model(folder, name), ops, prompts)
+    logits = run_chunks(runner, prompts, chunks)
+    return {f"logits{i}": rows for i, rows in enumerate(logits)}
 
 
 # ---- generate

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import conformance.end_to_end
+import conformance.engine_run
 import conformance.golden
 import conformance.rope_table
 from conformance.case import Case
@@ -175,7 +175,7 @@ def test_a_fault_in_the_model_is_caught(old: str, new: str, monkeypatch: pytest.
     module = mutated("engine.models.llama", old, new)
     architecture = Architecture(module.weight_map, module.build)
     names = ("LlamaForCausalLM", "MistralForCausalLM")
-    monkeypatch.setattr(conformance.end_to_end, "ARCHITECTURES", dict.fromkeys(names, architecture))
+    monkeypatch.setattr(conformance.engine_run, "ARCHITECTURES", dict.fromkeys(names, architecture))
     assert "logits" in str(caught(cases_of("llama", "forward-mistral"), OPS))
 
 

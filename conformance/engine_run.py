@@ -1,0 +1,98 @@
+"""The engine's runner over any op table, driven by hand: chunks of prompts as a test wants them, no scheduler.
+
+Blocks lie in random order in the cache, and every one is NaN before it is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batch import StepPlan, build_batch, token_positions
+from engine.checkpoint.loader import load_model_config, load_weights
+from engine.checkpoint.source import resolve
+from engine.comm.communicator import OneRank
+from engine.kv_cache import make_kv_cache
+from engine.models.registry import ARCHITECTURES
+from engine.ops import OpTable
+from engine.rope_table import RopeTable
+from engine.runner import ModelRunner
+from engine.sampler import Sampler
+from engine.weights import Weights
+
+Array = NDArray[Any]
+Prompts = Sequence[Sequence[int]]
+
+BLOCK_SIZE = 4
+
+
+def make_runner(
+    folder: Path, ops: OpTable, prompts: Prompts, make_comm: Callable[[OpTable], OneRank] = OneRank
+) -> ModelRunner:
+    """A runner of the checkpoint with room for these prompts; engine.build makes one over the machine's own ops."""
+    source = resolve(str(folder))
+    config = load_model_config(source)
+    architecture = ARCHITECTURES[config.architecture]
+    loaded = load_weights(source, architecture.weight_map(config), progress=False)
+    linears = {dest: w if dest == "lm_head" else ops.prepare(w) for dest, w in loaded.linears.items()}
+    model = architecture.build(config, Weights(linears, loaded.arrays), ops)
+    num_blocks = sum(-(-len(prompt) // BLOCK_SIZE) for prompt in prompts) + 2
+    cache = make_kv_cache(
+        model.cache_specs, num_blocks, BLOCK_SIZE, allocate=lambda shape, dtype: np.full(shape, np.nan, dtype)
+    )
+    rope = RopeTable(config.rope, config.rotary_dim, max(map(len, prompts)))
+    sampler = Sampler(config.vocab_size, 1, ops.sampling)
+    return ModelRunner(model, ops, make_comm(ops), cache, rope, sampler)
+
+
+def run_chunks(runner: ModelRunner, prompts: Prompts, chunks: Sequence[int]) -> list[Array]:
+    """Logits of all tokens of each prompt, [num_tokens, vocab_size], computed together.
+
+    chunks: tokens a step of each prompt.
+    """
+    done = [0] * len(prompts)
+    logits: list[list[Array]] = [[] for _ in prompts]
+    while any(num_done < len(prompt) for num_done, prompt in zip(done, prompts, strict=True)):
+        counts = [min(chunk, len(prompt) - n) for chunk, prompt, n in zip(chunks, prompts, done, strict=False)]
+        rows = sorted((i for i, count in enumerate(counts) if count), key=lambda i: counts[i] > 1)  # decodes first
+        hidden = run_step(runner, rows, prompts, done, counts)
+        ends = np.cumsum([counts[i] for i in rows])
+        for i, part in zip(rows, np.split(runner.model.logits(hidden), ends[:-1]), strict=True):
+            logits[i].append(part)
+            done[i] += counts[i]
+    return [np.concatenate(parts) for parts in logits]
+
+
+def run_step(
+    runner: ModelRunner, rows: Sequence[int], prompts: Prompts, done: Sequence[int], counts: Sequence[int]
+) -> Array:
+    """Final-normed hidden states of the next counts[i] tokens of prompts i in rows, after done[i] of them."""
+    num_tokens = np.array([counts[i] for i in rows], np.int32)
+    plan = StepPlan(
+        step=0,
+        slots=np.array(rows, np.int32),
+        starts=np.array([done[i] for i in rows], np.int32),
+        cu_seqlens_q=np.cumsum([0, *num_tokens], dtype=np.int32),
+        token_ids=np.concatenate([prompts[i][done[i] : done[i] + counts[i]] for i in rows]).astype(np.int32),
+        block_table=shuffled_blocks(prompts)[rows],
+        num_logits=num_tokens,
+        samples=np.ones(len(rows), np.bool_),
+        rope_lens=np.array([runner.rope.rope_len(len(prompts[i])) for i in rows], np.int32),
+        num_decodes=int(np.count_nonzero(num_tokens == 1)),
+    )
+    rope_rows = runner.rope.rows(token_positions(plan), np.repeat(plan.rope_lens, num_tokens))
+    return runner.forward(build_batch(plan, BLOCK_SIZE, rope_rows))
+
+
+def shuffled_blocks(prompts: Prompts) -> NDArray[np.int32]:
+    """block_table [num_seqs, longest], the same for the same prompts: blocks in random order, none twice."""
+    counts = [-(-len(prompt) // BLOCK_SIZE) for prompt in prompts]
+    blocks = np.random.default_rng(0).permutation(sum(counts) + 2).astype(np.int32)
+    block_table = np.full((len(prompts), max(counts)), -1, np.int32)
+    for row, part in enumerate(np.split(blocks[:-2], np.cumsum(counts)[:-1])):
+        block_table[row, : len(part)] = part
+    return block_table

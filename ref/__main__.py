@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ref.config import read_config
 from ref.model.registry import forward
 from ref.model.run import Trace
-from ref.quant.scheme import read_quantization_config, read_weights
+from ref.quant.scheme import ACTIVATIONS, read_weights
 from ref.sampling import log_softmax, rank
 
 try:
@@ -72,11 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
             token_ids = _parse_ids(args.ids, config.vocab_size)
         else:
             token_ids = _encode(args.model, args.prompt)
-        if args.activations == "format" and read_quantization_config(args.model) is not None:
-            raise ValueError(
-                "--activations format is for floating-point checkpoints; this one is quantized: give float"
-            )
-        weights = read_weights(args.model, args.dtype)
+        weights = read_weights(args.model, args.dtype, activations=args.activations)
         layers, tracers = LayerKeeper(), list[Trace]()
         if args.trace:
             tracers.append(TracePrinter())
@@ -119,9 +115,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=Path, help="file for what each layer puts out, by name (.npz)")
     parser.add_argument(
         "--activations",
-        choices=("float", "format"),
+        choices=ACTIVATIONS,
         default="float",
-        help="how a matmul treats its input: float (of a quantized weight, the decoded numbers) or as its format says",
+        help="of a quantized layer: float with decoded weights, or as its format's kernel does",
     )
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="of all arithmetic")
     parser.add_argument("--trace", action="store_true", help="print name, shape, range and time of every step")

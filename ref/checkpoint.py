@@ -3,6 +3,9 @@
 A file is: 8 bytes, the header's length N (little-endian); N bytes of JSON, name → {dtype, shape, data_offsets};
 then the tensors' bytes, to which data_offsets [begin, end) refer. A big checkpoint is cut into several files with
 model.safetensors.index.json, whose weight_map says which file holds which tensor.
+
+A tensor as stored is a view of the map: nothing of it is in memory before it is looked at, and the system may take it
+out again. So a model may be larger than the memory (ref/quant/stored.py).
 """
 
 from __future__ import annotations
@@ -19,17 +22,32 @@ from ref.numerics import bf16_to_float32
 
 Array = NDArray[Any]
 
-STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # how the bytes of each type are viewed
-QUANTIZED = {"F8_E4M3": "u1", "I8": "i1", "I32": "<i4", "I64": "<i8"}  # only in quantized checkpoints
+BF16 = np.dtype([("bf16", "<u2")])  # 16 bits that carry their meaning with them: NumPy has no such number
+STORED: dict[str, DTypeLike] = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": BF16}
+QUANTIZED: dict[str, DTypeLike] = {"F8_E4M3": "u1", "I8": "i1", "I32": "<i4", "I64": "<i8"}
 MAX_HEADER_BYTES = 100_000_000
+
+
+def is_float(tensor: Array) -> bool:
+    """Whether the elements are numbers in floating point, BF16 among them, rather than codes or integers."""
+    return tensor.dtype == BF16 or bool(np.issubdtype(tensor.dtype, np.floating))
+
+
+def widen(tensor: Array, dtype: DTypeLike | None = None) -> Array:
+    """The tensor in dtype, exact from the 16-bit types; None: BF16 as float32, anything else as it is.
+
+    Edge cases: a tensor of this dtype is returned itself, not a copy.
+    """
+    values = bf16_to_float32(tensor["bf16"]) if tensor.dtype == BF16 else tensor
+    return values if dtype is None else values.astype(dtype, copy=False)
 
 
 def read_checkpoint(folder: str | Path, dtype: DTypeLike | None = np.float32) -> dict[str, Array]:
     """All tensors of a folder by name, each converted to dtype (exact from bfloat16 and float16).
 
     Args:
-        dtype: a floating type, or None: as stored, for checkpoints whose weights are quantized. Then integers are
-            read too, codes of e4m3 as uint8 (see ref/quant/fp8.py), and bfloat16 becomes float32.
+        dtype: a floating type, or None: as stored, unread views of the files. Then integers are taken too, codes of
+            e4m3 as uint8 (see ref/quant/fp8.py), and bfloat16 as BF16, for `widen`.
     Raises:
         FileNotFoundError: neither model.safetensors nor an index, or a file that the index names is missing.
         ValueError: a damaged file, a tensor of another type, or an index that points outside the folder.
@@ -71,26 +89,22 @@ def read_safetensors(path: str | Path, dtype: DTypeLike | None = np.float32) -> 
         header = json.loads(raw[8 : 8 + header_bytes].tobytes())
     except ValueError as error:
         raise ValueError(f"{path} is damaged: its header is no JSON ({error})") from None
-    data = raw[8 + header_bytes :]
-    return {
-        name: _read_tensor(path, data, name, entry, dtype) for name, entry in header.items() if name != "__metadata__"
-    }
-
-
-def _read_tensor(
-    path: Path, data: NDArray[np.uint8], name: str, entry: dict[str, Any], dtype: DTypeLike | None
-) -> Array:
-    """One tensor in dtype, or in a type that holds its values exactly; [shape of entry]."""
     known = STORED if dtype is not None else STORED | QUANTIZED
+    data = raw[8 + header_bytes :].view(np.ndarray)
+    views = {name: _view(path, data, name, at, known) for name, at in header.items() if name != "__metadata__"}
+    return views if dtype is None else {name: np.array(widen(view), dtype) for name, view in views.items()}
+
+
+def _view(path: Path, data: NDArray[np.uint8], name: str, entry: dict[str, Any], known: dict[str, DTypeLike]) -> Array:
+    """One tensor as stored, unread: [shape of entry], read-only."""
     if entry["dtype"] not in known:
         raise ValueError(f"{path}: tensor {name} is {entry['dtype']}; ref reads {', '.join(known)}")
     begin, end = entry["data_offsets"]
-    wanted = math.prod(entry["shape"]) * np.dtype(known[entry["dtype"]]).itemsize
+    stored = np.dtype(known[entry["dtype"]])
+    wanted = math.prod(entry["shape"]) * stored.itemsize
     if not 0 <= begin <= end <= data.size or end - begin != wanted:
         raise ValueError(
             f"{path} is damaged: tensor {name} of shape {entry['shape']} needs {wanted} bytes, but stands at "
             f"bytes {begin} to {end} of {data.size}"
         )
-    values = np.frombuffer(data[begin:end].tobytes(), known[entry["dtype"]]).reshape(entry["shape"])
-    exact = bf16_to_float32(values) if entry["dtype"] == "BF16" else values
-    return exact if dtype is None else exact.astype(dtype)
+    return data[begin:end].view(stored).reshape(entry["shape"])

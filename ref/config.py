@@ -13,7 +13,7 @@ from typing import Any
 
 from ref.model.fields import ModelConfig
 from ref.model.registry import family_of
-from ref.quant.scheme import parse_quantization_config
+from ref.quant.scheme_config import parse_quantization_config
 
 
 def read_config(path: str | Path) -> ModelConfig:

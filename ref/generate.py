@@ -7,7 +7,7 @@ decode:  pick a token, run it alone (its keys and values join the cache), and so
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from ref.model.cache import Cache
 from ref.model.fields import ModelConfig
 from ref.model.registry import forward
+from ref.model.run import Weights
 from ref.sampling import greedy, sample
 
 Array = NDArray[Any]
-Weights = Mapping[str, Array]
 
 
 def generate(

@@ -7,6 +7,7 @@ way at once (micro-batches) to keep all of them busy. With m of them on p stages
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from numpy.typing import ArrayLike, NDArray
@@ -19,7 +20,7 @@ from ref.model.run import Run, Weights
 Array = NDArray[Any]
 
 
-def shard_stages(config: LlamaConfig, weights: Weights, num_stages: int) -> list[dict[str, Array]]:
+def shard_stages(config: LlamaConfig, weights: Mapping[str, Array], num_stages: int) -> list[dict[str, Array]]:
     """What each stage holds, under the names of the checkpoint.
 
     The first stage has the embedding, the last the final norm and the head. A tied head is the embedding, which both

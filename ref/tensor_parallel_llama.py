@@ -6,7 +6,7 @@ residual stream are computed by every rank, from the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from ref.collectives import all_gather, all_reduce, split_ranges
 from ref.model.blocks import gated_mlp, gqa_attention
 from ref.model.llama import LlamaConfig, weight_shapes
-from ref.model.run import Run, Weights
+from ref.model.run import Run
 from ref.tensor_parallel import attention_cuts, mlp_cuts, shard_weights, split_heads
 from ref.tensor_parallel_vocab import shard_vocab, vocab_embedding, vocab_logits
 
@@ -26,7 +26,7 @@ Rank = tuple[LlamaConfig, dict[str, Array]]
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def shard_llama(config: LlamaConfig, weights: Weights, world_size: int) -> list[Rank]:
+def shard_llama(config: LlamaConfig, weights: Mapping[str, Array], world_size: int) -> list[Rank]:
     """What each rank holds: the config of the smaller model that it is, and its weights by their usual names.
 
     Raises:

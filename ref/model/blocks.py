@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ref.activation import gate_up_act
-from ref.linear import linear
 from ref.model.fields import ModelConfig
 from ref.model.run import Run, Shapes
 from ref.rmsnorm import rmsnorm
@@ -55,8 +54,7 @@ def decoder_layer(config: ModelConfig, run: Run, layer: int, residual: Array, at
 def lm_head(config: ModelConfig, run: Run, hidden: Array) -> Array:
     """[num_tokens, hidden_size] → logits · logit_scale [num_tokens, vocab_size]; a tied head is the embedding."""
     key = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-    logits = linear(hidden, run.weights[f"{key}.weight"])
-    return run.step("logits", scaled(logits, config.logit_scale))
+    return run.step("logits", scaled(run.product(key, hidden), config.logit_scale))
 
 
 def scaled(x: Array, scale: float) -> Array:

@@ -108,7 +108,7 @@ def cpm1(
         residual = run.step(f"layers.{layer}.residual", residual + fed)
     hidden = _norm(config, run, "transformer.ln_f", residual)
     head = "transformer.wte" if config.tie_word_embeddings else "lm_head"
-    return run.step("logits", linear(hidden, run.weights[f"{head}.weight"]))
+    return run.step("logits", run.product(head, hidden))
 
 
 def _attention(config: Cpm1Config, run: Run, layer: int, hidden: Array) -> Array:

@@ -19,7 +19,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from ref.activation import gate_up_act
 from ref.embedding import embedding
-from ref.linear import linear
 from ref.model.cache import Cache
 from ref.model.fields import Config, ModelConfig, RopeConfig, integer, number
 from ref.model.run import Run, Shapes, Trace, Weights
@@ -128,7 +127,7 @@ def cpm_ant(
         fed = run.step(f"layers.{layer}.mlp_out", run.linear(f"{key}.ffn.ffn.w_out", inner))
         residual = run.step(f"layers.{layer}.residual", residual + fed)
     hidden = run.rmsnorm("cpmant.encoder.output_layernorm", residual[num_prompt:], eps)
-    return run.step("logits", linear(hidden, run.weights["lm_head.weight"]))
+    return run.step("logits", run.product("lm_head", hidden))
 
 
 def _attention(config: CpmAntConfig, run: Run, key: str, hidden: Array, bias: Array) -> Array:

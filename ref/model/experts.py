@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ref.activation import sigmoid
-from ref.linear import linear
 from ref.model.blocks import GATE_UP_DOWN, gated_mlp, linear_shapes, mlp_shapes
 from ref.model.run import Run, Shapes
 from ref.moe import moe_combine, moe_sort
@@ -78,7 +77,7 @@ def moe_block(moe: MoeConfig, run: Run, key: str, hidden: Array) -> Array:
         return out
     shared = gated_mlp(run, f"{key}.{moe.shared_name}", hidden)
     if moe.shared_gate:
-        gate = sigmoid(linear(hidden, run.weights[f"{key}.shared_expert_gate.weight"]))  # [num_tokens, 1]
+        gate = sigmoid(run.product(f"{key}.shared_expert_gate", hidden))  # [num_tokens, 1]
         shared = run.step(f"{key}.shared_expert_gate", gate * shared)
     return out + shared
 

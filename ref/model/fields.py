@@ -121,9 +121,7 @@ def one_of(config: Config, key: str, known: Sequence[str], default: str) -> str:
 def parse_rope(config: Config, max_position_embeddings: int) -> RopeConfig:
     """rope_theta and rope_scaling (4.x), or both in rope_parameters (5.x)."""
     rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_KINDS:
-        raise ValueError(f"config.json: rope type {kind!r} is not supported; ref knows {', '.join(ROPE_KINDS)}")
+    kind = _rope_kind(rope)
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ValueError("config.json: partial_rotary_factor is not supported for this architecture")
     for key in ROPE_NEEDS.get(kind, ()):
@@ -147,6 +145,28 @@ def parse_rope(config: Config, max_position_embeddings: int) -> RopeConfig:
         attention_factor=_attention_factor(kind, rope, max_position_embeddings, original),
         mscale_all_dim=float(rope.get("mscale_all_dim") or 0.0),
     )
+
+
+def _rope_kind(rope: Config) -> str:
+    """rope_type, which older configs call type.
+
+    Raises:
+        ValueError: a kind that is not known, by name; mrope under whatever name; a table for each type of layer.
+    """
+    kinds = [rope[key] for key in ("rope_type", "type") if rope.get(key) is not None]
+    if rope.get("mrope_section") is not None:  # transformers calls it "default" once it has read it
+        kinds.append("mrope")
+    for kind in kinds:
+        if kind not in ROPE_KINDS:
+            raise ValueError(f"config.json: rope type {kind!r} is not supported; ref knows {', '.join(ROPE_KINDS)}")
+    if len(set(kinds)) > 1:
+        raise ValueError(f"config.json: rope_type is {kinds[0]!r}, but type is {kinds[1]!r}; give one of them")
+    nested = [key for key, value in rope.items() if isinstance(value, Mapping)]
+    if nested:
+        raise ValueError(
+            f"config.json: rope of its own for {', '.join(nested)} is not supported; give one for all layers"
+        )
+    return str(kinds[0]) if kinds else "default"
 
 
 def _attention_factor(kind: str, rope: Config, max_position_embeddings: int, original: int) -> float:

@@ -17,7 +17,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from ref.activation import gate_up_act
 from ref.attention import logn_scale
-from ref.linear import linear
 from ref.model.blocks import linear_shapes
 from ref.model.cache import Cache
 from ref.model.fields import Config, ModelConfig, common_fields, integer, number
@@ -118,7 +117,7 @@ def qwen1(
         residual = run.step(f"layers.{layer}.residual", residual + fed)
     hidden = run.rmsnorm("transformer.ln_f", residual, config.norm_eps)
     head = "transformer.wte" if config.tie_word_embeddings else "lm_head"
-    return run.step("logits", linear(hidden, run.weights[f"{head}.weight"]))
+    return run.step("logits", run.product(head, hidden))
 
 
 def _attention(config: Qwen1Config, run: Run, layer: int, hidden: Array, cos_sin: Array) -> Array:

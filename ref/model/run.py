@@ -5,7 +5,7 @@ The files of the families say what is computed; this one is what they say it wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -13,25 +13,41 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ref.attention import attention_dense
-from ref.embedding import embedding
-from ref.linear import linear
 from ref.mla import mla_dense
 from ref.model.cache import Cache
 from ref.model.fields import RopeConfig
 from ref.numerics import round_to
+from ref.quant.stored import Weight, arithmetic_dtype, decoded, weight_embedding, weight_linear
 from ref.rmsnorm import rmsnorm
 from ref.rope import rope_cos_sin, rope_inv_freq
 
 Array = NDArray[Any]
-Weights = Mapping[str, Array]
+Weights = Mapping[str, Weight]
 Shapes = dict[str, tuple[int, ...]]
 Trace = Callable[[str, Array], None]
+
+
+class Decoded(Mapping[str, Array]):
+    """Weights by checkpoint name, each decoded to dtype when it is asked for, and not kept."""
+
+    def __init__(self, held: Weights, dtype: np.dtype[Any]) -> None:
+        self.held, self.dtype = held, dtype
+
+    def __getitem__(self, name: str) -> Array:
+        return decoded(self.held[name], self.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
 
 
 class Run:
     """The tokens of one pass and the weights that it may read.
 
-    weights: by checkpoint name, all of one dtype; everything is computed in it.
+    weights: by checkpoint name, arrays of one dtype, in which everything is computed, or quantized or stored weights
+        (ref/quant/coded.py, ref/quant/stored.py). `held` has them as given, `weights` decoded.
     token_ids: [num_tokens]. positions: [num_tokens], from 0, or from where the cache ends.
     storage: None, or the type to which each op's output is rounded ("bfloat16"), as a kernel that stores it would;
         the weights are the caller's to round.
@@ -47,7 +63,8 @@ class Run:
         trace: Trace | None = None,
         cache: Cache | None = None,
     ) -> None:
-        self.weights = select_weights(shapes, weights)
+        self.held = select_weights(shapes, weights)
+        self.weights = Decoded(self.held, arithmetic_dtype(self.held.values()))
         self.storage, self.trace, self.cache = storage, trace, cache
         self.token_ids = np.asarray(token_ids, np.int64)
         self.positions = np.arange(len(self.token_ids)) + (0 if cache is None else cache.num_cached)
@@ -65,12 +82,17 @@ class Run:
 
     def embed(self, key: str, scale: float = 1.0) -> Array:
         """[num_tokens, hidden_size]: the row of each token, times scale."""
-        rows = embedding(self.token_ids, self.weights[f"{key}.weight"])
+        rows = weight_embedding(self.token_ids, self.held[f"{key}.weight"], self.weights.dtype)
         return self.step(key, rows if scale == 1 else rows * rows.dtype.type(scale))
 
     def linear(self, key: str, x: Array) -> Array:
-        """[..., in_features] → [..., out_features]; with the bias, if the model has one of this name."""
-        return self.step(key, linear(x, self.weights[f"{key}.weight"], self.weights.get(f"{key}.bias")))
+        """[num_tokens, in_features] → [num_tokens, out_features]; with the bias, if the model has one of this name."""
+        return self.step(key, self.product(key, x))
+
+    def product(self, key: str, x: Array) -> Array:
+        """linear, not rounded and not shown."""
+        weight, bias = self.held[f"{key}.weight"], self.weights.get(f"{key}.bias")
+        return weight_linear(x, weight, bias, storage=self.storage)
 
     def rmsnorm(self, key: str, x: Array, eps: float) -> Array:
         """Shape as x."""
@@ -112,7 +134,7 @@ class Run:
         return mla_dense(q, latent, kv_b_proj, sm_scale, storage=self.storage)
 
 
-def select_weights(shapes: Shapes, weights: Weights) -> dict[str, Array]:
+def select_weights(shapes: Shapes, weights: Weights) -> dict[str, Weight]:
     """The tensors that the model reads, and no other.
 
     Raises:

@@ -6,12 +6,13 @@ Three kinds: an array (floating point), `GroupedInt` (4 or 8 bits in groups: GPT
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from ref.checkpoint import widen
 from ref.linear import linear
 from ref.numerics import round_to
 from ref.quant.fp8 import fp8_dequantize, fp8_linear
@@ -32,6 +33,11 @@ class CodedWeight:
     activations: str | None = None  # None = floating point, "token", "group" (per token and tile), "static"
     input_scale: Array | None = None  # [1], for "static"
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[out, in]."""
+        return self.codes.shape
+
 
 QuantWeight = Array | GroupedInt | CodedWeight
 
@@ -41,7 +47,7 @@ def dequantize_weight(weight: QuantWeight, dtype: DTypeLike = np.float64) -> Arr
     if isinstance(weight, GroupedInt):
         return grouped_dequantize(weight, dtype)
     if not isinstance(weight, CodedWeight):
-        return weight.astype(dtype)
+        return widen(weight, dtype)
     scale = weight.scale.astype(dtype)
     if weight.block is not None:
         return fp8_block_dequantize(weight.codes, scale, weight.block)
@@ -61,11 +67,16 @@ def quantized_linear(x: Array, weight: QuantWeight, bias: Array | None = None, *
         [num_tokens, out], dtype of x.
     Raises:
         ValueError: a pairing of weight and activations that no format has.
+
+    Numerics: int8 activations have the scale max |x| / 127 and codes within ±127, as GPU kernels have it. The package
+    compressed-tensors, where it imitates a kernel in floating point, takes max |x| / 127.5 and codes from −128 to 127.
+    Either is off by half a step at most, so an input differs by at most max |x| · (1/254 + 1/255) < max |x| / 127
+    between the two, and y[t, o] by less than that times Σ_i |w[o, i]|. For e4m3 both divide by 448.
     """
     if isinstance(weight, GroupedInt):
         return grouped_linear(x, weight, bias, storage=storage)
     if not isinstance(weight, CodedWeight):
-        return linear(x, weight.astype(x.dtype), bias)
+        return linear(x, widen(weight, x.dtype), bias)
     if weight.activations is None:
         return linear(x, round_to(dequantize_weight(weight, x.dtype), storage), bias)
     if weight.activations == "group" and weight.block is not None:
@@ -79,3 +90,21 @@ def quantized_linear(x: Array, weight: QuantWeight, bias: Array | None = None, *
         return int8_linear(x, weight.codes, scale, bias)
     x_scale = np.full(x.shape[0], weight.input_scale.item(), x.dtype)
     return int8_scale(int8_matmul(int8_quantize_static(x, x_scale[:, None]), weight.codes), x_scale, scale, bias)
+
+
+def weight_rows(weight: QuantWeight, rows: slice) -> QuantWeight:
+    """Some outputs of a weight: the same kind of value, [num_rows, in]. Nothing is decoded.
+
+    Args:
+        rows: from start to stop by ones; with tiles, start must be a multiple of their height.
+    """
+    if isinstance(weight, GroupedInt):
+        return replace(weight, q=weight.q[rows], scales=weight.scales[rows], zeros=weight.zeros[rows])
+    if not isinstance(weight, CodedWeight):
+        return weight[rows]
+    scale = weight.scale
+    if weight.block is not None:
+        scale = scale[rows.start // weight.block[0] : -(-rows.stop // weight.block[0])]
+    elif scale.ndim:
+        scale = scale[rows]
+    return replace(weight, codes=weight.codes[rows], scale=scale)

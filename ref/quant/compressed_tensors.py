@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ref.quant.coded import CodedWeight
 from ref.quant.compressed_tensors_config import CtScheme
 from ref.quant.fp8 import check_scale
-from ref.quant.fp8_block import expand_block_scale
+from ref.quant.fp8_block import check_block_scale
 from ref.quant.groups import GroupedInt, group_index, pack_words, unpack_words
 
 Array = NDArray[Any]
@@ -107,7 +107,7 @@ def ct_coded(tensors: Mapping[str, Array], scheme: CtScheme) -> CodedWeight:
     block = None
     if scheme.strategy == "block":
         block = scheme.block
-        expand_block_scale(scale, (weight.shape[0], weight.shape[1]), block)
+        check_block_scale(scale, (weight.shape[0], weight.shape[1]), block)
     elif scale.size == 1:
         scale = scale.reshape(())
     elif scale.shape in ((weight.shape[0], 1), (weight.shape[0],)):

@@ -22,18 +22,23 @@ from ref.quant.fp8 import BLOCK, Codes, fp8_decode, fp8_quantize
 Array = NDArray[Any]
 
 
-def expand_block_scale(scale: Array, shape: tuple[int, int], block: tuple[int, int] = (BLOCK, BLOCK)) -> Array:
-    """The scale of every element: [⌈out / block⌉, ⌈in / block⌉] → [out, in].
-
-    Raises:
-        ValueError: scale has another shape than the weight's needs.
-    """
+def check_block_scale(scale: Array, shape: tuple[int, int], block: tuple[int, int] = (BLOCK, BLOCK)) -> None:
+    """Raises ValueError, with both shapes, for a scale that has another one than a weight of this shape needs."""
     wanted = (math.ceil(shape[0] / block[0]), math.ceil(shape[1] / block[1]))
     if scale.shape != wanted:
         raise ValueError(
             f"block scales have shape {list(scale.shape)}; a weight {list(shape)} in tiles of {block[0]} × {block[1]} "
             f"needs {list(wanted)}"
         )
+
+
+def expand_block_scale(scale: Array, shape: tuple[int, int], block: tuple[int, int] = (BLOCK, BLOCK)) -> Array:
+    """The scale of every element: [⌈out / block⌉, ⌈in / block⌉] → [out, in].
+
+    Raises:
+        ValueError: scale has another shape than the weight's needs.
+    """
+    check_block_scale(scale, shape, block)
     return np.repeat(np.repeat(scale, block[0], 0)[: shape[0]], block[1], 1)[:, : shape[1]]
 
 

@@ -37,6 +37,11 @@ class GroupedInt:
     zeros: NDArray[np.uint8]  # [out, num_groups], 0 to 2^bits − 1; 2^(bits − 1) everywhere if symmetric
     g_idx: NDArray[np.int64]  # [in], the group of each input
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[out, in]."""
+        return self.q.shape
+
 
 def group_index(in_features: int, group_size: int) -> NDArray[np.int64]:
     """The group of each input when groups are neighbours: [in_features] int64. −1 = one group.

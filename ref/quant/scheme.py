@@ -1,32 +1,34 @@
-"""From a checkpoint's quantization_config to the weight of a module, whatever its format.
+"""From a checkpoint's tensors to the weight of a module, whatever its format.
 
-quant_method "gptq", "awq", "fp8" (DeepSeek's tiles, or one scale a tensor) and "compressed-tensors" are known; any
-other word is refused with the list. A module that is stored in floating point is taken as it is. Tensors come as
+A module that is stored in floating point is taken as it is. Tensors come as
 `ref.checkpoint.read_checkpoint(folder, None)` gives them: integers as stored, codes of e4m3 as uint8.
 """
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ref.checkpoint import read_checkpoint
-from ref.quant.awq import AwqConfig, awq_unpack, parse_awq_config
+from ref.checkpoint import is_float, read_checkpoint, widen
+from ref.quant.awq import BITS, AwqConfig, awq_unpack
 from ref.quant.coded import QuantWeight, dequantize_weight
 from ref.quant.compressed_tensors import ct_coded, ct_unpack
-from ref.quant.compressed_tensors_config import CtConfig, CtScheme, ct_scheme, parse_ct_config
-from ref.quant.gptq import GptqConfig, gptq_unpack, parse_gptq_config
+from ref.quant.gptq import GptqConfig, gptq_unpack
+from ref.quant.groups import WORD_BITS
+from ref.quant.scheme_config import QuantConfig, module_scheme, read_quantization_config
+from ref.quant.stored import StoredWeight, Weight, decoded, in_memory
 
 Array = NDArray[Any]
 Tensors = Mapping[str, Array]
 
-METHODS = ("gptq", "awq", "fp8", "compressed-tensors")
+ACTIVATIONS = ("float", "format")
+KEEP_BYTES = 2 << 30
 SUFFIXES = (
     *("weight", "qweight", "qzeros", "scales", "g_idx"),
     *("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
@@ -34,91 +36,24 @@ SUFFIXES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class QuantConfig:
-    """A quantization_config that is understood; not_converted names modules that stay in floating point."""
-
-    method: GptqConfig | AwqConfig | CtConfig | CtScheme  # CtScheme: quant_method fp8, the same for all modules
-    not_converted: tuple[str, ...] = ()
-
-
-def parse_quantization_config(config: Mapping[str, Any]) -> QuantConfig:
-    """quantization_config of a config.json, or the content of quantize_config.json.
-
-    Raises:
-        ValueError: names the method or key that is not supported, and those that are.
-    """
-    name = config.get("quant_method") or ("gptq" if "desc_act" in config else None)  # old GPTQ files do not say
-    listed = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
-    if name == "gptq":
-        return QuantConfig(parse_gptq_config(config), tuple(listed))
-    if name == "awq":
-        return QuantConfig(parse_awq_config(config), tuple(listed))
-    if name == "fp8":
-        return QuantConfig(_parse_fp8_config(config), tuple(listed))
-    if name == "compressed-tensors":
-        return QuantConfig(parse_ct_config(config))
-    raise ValueError(f"quantization_config: quant_method {name!r} is not supported; known are {', '.join(METHODS)}")
-
-
-def _parse_fp8_config(config: Mapping[str, Any]) -> CtScheme:
-    if config.get("fmt", "e4m3") != "e4m3":
-        raise ValueError(f"quantization_config: fmt {config['fmt']!r} is not supported; only 'e4m3' is")
-    if config.get("scale_fmt") not in (None, "float"):
-        raise ValueError(f"quantization_config: scale_fmt {config['scale_fmt']!r} is not supported")
-    activations = config.get("activation_scheme", "dynamic")
-    if activations not in ("dynamic", "static"):
-        raise ValueError(f"quantization_config: activation_scheme {activations!r} is neither 'dynamic' nor 'static'")
-    block = config.get("weight_block_size")
-    if block is None:
-        how = "static" if activations == "static" else "token"
-        return CtScheme("float-quantized", "float", 8, "channel", activations=how)
-    if len(block) != 2 or activations == "static":
-        raise ValueError(
-            f"quantization_config: weight_block_size {block!r} with {activations} activations is not known"
-        )
-    return CtScheme("float-quantized", "float", 8, "block", block=(block[0], block[1]), activations="group")
-
-
-def read_quantization_config(folder: str | Path) -> QuantConfig | None:
-    """What config.json says, or else quantize_config.json (GPTQ) or quant_config.json (AWQ); None = not quantized.
-
-    Raises:
-        ValueError: see parse_quantization_config; a file that is no JSON object.
-    """
-    for name, default in (("config.json", None), ("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
-        file = Path(folder) / name
-        if not file.exists():
-            continue
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{file} is no valid JSON: {error}") from None
-        if name != "config.json":
-            return parse_quantization_config({"quant_method": default} | content)
-        if content.get("quantization_config") is not None:
-            return parse_quantization_config(content["quantization_config"])
-    return None
-
-
-def unpack_module(tensors: Tensors, config: QuantConfig, module: str) -> QuantWeight:
+def unpack_module(tensors: Tensors, config: QuantConfig | None, module: str) -> QuantWeight:
     """The weight of a linear module as a value: an array if it is stored in floating point, else its integers.
 
     Args:
-        tensors: the whole checkpoint, as stored.
+        tensors: the whole checkpoint, as stored. Codes of 8 bits and floating point are not read, only viewed.
         module: such as "model.layers.0.mlp.down_proj".
     Raises:
         ValueError: names the module, and what is missing, misshapen or contradicts the config.
     """
     held = {suffix: tensors[f"{module}.{suffix}"] for suffix in SUFFIXES if f"{module}.{suffix}" in tensors}
-    if "weight" in held and np.issubdtype(held["weight"].dtype, np.floating):
+    if "weight" in held and is_float(held["weight"]):
         return held["weight"]
+    held = {suffix: widen(tensor) for suffix, tensor in held.items()}
     scheme = module_scheme(config, module)
     try:
         if scheme is None:
-            raise ValueError(
-                f"the config leaves it in floating point, but it is stored as {', '.join(held) or 'nothing'}"
-            )
+            kinds = ", ".join(f"{suffix} {tensor.dtype}" for suffix, tensor in held.items())
+            raise ValueError(f"the config leaves it in floating point, but it is stored as {kinds or 'nothing'}")
         if isinstance(scheme, GptqConfig):
             return gptq_unpack(held, scheme)
         if isinstance(scheme, AwqConfig):
@@ -132,14 +67,21 @@ def unpack_module(tensors: Tensors, config: QuantConfig, module: str) -> QuantWe
         raise ValueError(f"module {module}: {error}") from None
 
 
-def module_scheme(config: QuantConfig, module: str) -> GptqConfig | AwqConfig | CtScheme | None:
-    """What the config says of a linear module; None = it stays in floating point.
+def module_shape(tensors: Tensors, config: QuantConfig | None, module: str) -> tuple[int, ...]:
+    """[out, in] of a linear module, without unpacking 4 or 8 bits a weight.
 
-    Entries of modules_to_not_convert name a module or a part of its dotted path: "lm_head", "mlp.gate", "layers.3".
+    Raises:
+        ValueError: see unpack_module.
     """
-    if any(f".{entry}." in f".{module}." for entry in config.not_converted):
-        return None
-    return ct_scheme(config.method, module) if isinstance(config.method, CtConfig) else config.method
+    scheme = module_scheme(config, module)
+    words, shape = tensors.get(f"{module}.qweight"), tensors.get(f"{module}.weight_shape")
+    if words is not None and words.ndim == 2 and isinstance(scheme, GptqConfig):  # along in
+        return words.shape[1], words.shape[0] * WORD_BITS // scheme.bits
+    if words is not None and words.ndim == 2 and isinstance(scheme, AwqConfig):  # along out
+        return words.shape[1] * WORD_BITS // BITS, words.shape[0]
+    if shape is not None and shape.size == 2:
+        return int(shape[0]), int(shape[1])
+    return unpack_module(tensors, config, module).shape
 
 
 def dequantize_module(tensors: Tensors, config: QuantConfig, module: str, dtype: DTypeLike = np.float64) -> Array:
@@ -151,9 +93,15 @@ def dequantize_module(tensors: Tensors, config: QuantConfig, module: str, dtype:
     return dequantize_weight(unpack_module(tensors, config, module), dtype)
 
 
-def dequantize_checkpoint(tensors: Tensors, config: QuantConfig, dtype: DTypeLike = np.float64) -> dict[str, Array]:
-    """A whole checkpoint in floating point: each quantized module becomes its `weight`, the rest is converted.
+def stored_weights(
+    tensors: Tensors, config: QuantConfig | None, dtype: DTypeLike, *, activations: str = "float"
+) -> dict[str, StoredWeight]:
+    """A whole checkpoint as weights that nobody has decoded yet: each module's `weight`, and whatever else is there.
 
+    Args:
+        tensors: as stored.
+        config: None, where nothing is quantized.
+        dtype, activations: see read_weights.
     Raises:
         ValueError: see unpack_module; or names a tensor of integers that no quantized module uses.
     """
@@ -161,26 +109,52 @@ def dequantize_checkpoint(tensors: Tensors, config: QuantConfig, dtype: DTypeLik
     for name in tensors:
         module, _, suffix = name.rpartition(".")
         modules.setdefault(module, set()).add(suffix)
-    weights: dict[str, Array] = {}
+    as_format, dtype = activations == "format", np.dtype(dtype)
+    weights: dict[str, StoredWeight] = {}
     for module, suffixes in modules.items():
-        used = suffixes & set(SUFFIXES)
         if suffixes & {"weight", "qweight", "weight_packed"}:
-            weights[f"{module}.weight"] = dequantize_module(tensors, config, module, dtype)
-        for suffix in suffixes - used:
-            tensor = tensors[f"{module}.{suffix}"]
-            if not np.issubdtype(tensor.dtype, np.floating):
-                raise ValueError(f"tensor {module}.{suffix} is {tensor.dtype}, and no quantized module uses it")
-            weights[f"{module}.{suffix}"] = tensor.astype(dtype)
+            shape, unpack = module_shape(tensors, config, module), partial(unpack_module, tensors, config, module)
+            weights[f"{module}.weight"] = StoredWeight(shape, dtype, as_format, unpack)
+        for suffix in suffixes - set(SUFFIXES):
+            name = f"{module}.{suffix}"
+            if not is_float(tensors[name]):
+                raise ValueError(f"tensor {name} is {tensors[name].dtype}, and no quantized module uses it")
+            weights[name] = StoredWeight(tensors[name].shape, dtype, as_format, partial(tensors.__getitem__, name))
     return weights
 
 
-def read_weights(folder: str | Path, dtype: DTypeLike = np.float32) -> dict[str, Array]:
-    """All weights of a folder in floating point, quantized or not: read_checkpoint and dequantize_checkpoint.
+def dequantize_checkpoint(tensors: Tensors, config: QuantConfig, dtype: DTypeLike = np.float64) -> dict[str, Array]:
+    """A whole checkpoint in floating point: each quantized module becomes its `weight`, the rest is converted.
 
     Raises:
-        FileNotFoundError, ValueError: see those.
+        ValueError: see stored_weights.
     """
+    return {name: decoded(weight, dtype) for name, weight in stored_weights(tensors, config, dtype).items()}
+
+
+def read_weights(
+    folder: str | Path,
+    dtype: DTypeLike = np.float32,
+    *,
+    activations: str = "float",
+    keep_bytes: int = KEEP_BYTES,
+) -> dict[str, Weight]:
+    """All weights of a folder, quantized or not, for ref.model.registry.forward.
+
+    Args:
+        dtype: of all arithmetic; norms, biases and what is stored in floating point become this.
+        activations: "float": a quantized weight means its decoded numbers; "format": it is multiplied as its format's
+            kernel does, with 8-bit activations where the format has them (ref.quant.coded.quantized_linear).
+        keep_bytes: if all weights take no more bytes than this once decoded to dtype, they are decoded here, for
+            good; of a larger checkpoint each is decoded whenever a layer uses it.
+    Raises:
+        FileNotFoundError, ValueError: see read_checkpoint, parse_quantization_config and stored_weights.
+    """
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"activations is {activations!r}; known are {', '.join(ACTIVATIONS)}")
     config = read_quantization_config(folder)
-    if config is None:
-        return read_checkpoint(folder, dtype)
-    return dequantize_checkpoint(read_checkpoint(folder, None), config, dtype)
+    weights = stored_weights(read_checkpoint(folder, None), config, dtype, activations=activations)
+    num_bytes = sum(math.prod(weight.shape) * weight.dtype.itemsize for weight in weights.values())
+    if num_bytes > keep_bytes:
+        return dict(weights)
+    return {name: in_memory(weight) for name, weight in weights.items()}

@@ -19,6 +19,11 @@ from ref.model.registry import FAMILIES, forward
             "architecture 'Qwen9ForCausalLM' is not supported; ref knows",
         ),
         ("qwen2", {"rope_scaling": {"type": "mrope"}}, "rope type 'mrope' is not supported; ref knows default, linear"),
+        ("qwen2", {"rope_scaling": {"rope_type": "default", "type": "mrope"}}, "rope type 'mrope' is not supported"),
+        ("qwen2", {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 2, 2]}}, "rope type 'mrope' is not"),
+        ("qwen2", {"rope_parameters": {"rope_type": "default", "mrope_section": [4]}}, "rope type 'mrope' is not"),
+        ("qwen2", {"rope_scaling": {"rope_type": "linear", "type": "dynamic", "factor": 2.0}}, "but type is 'dynamic'"),
+        ("qwen2", {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}}, "rope of its own for sliding_att"),
         ("qwen2", {"rope_scaling": {"type": "yarn"}}, "'yarn' needs a number factor, found None"),
         (
             "qwen2",

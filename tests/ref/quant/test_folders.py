@@ -88,8 +88,6 @@ def test_logits_are_those_of_the_decoded_weights(name: str, tmp_path: Path) -> N
 
 def test_what_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = quantized_folder(tmp_path / "model", "gptq")
-    assert command.main(["--model", str(folder), "--ids", "1", "--activations", "format"]) == 2
-    assert "this one is quantized: give float" in capsys.readouterr().err
     config = json.loads((folder / "config.json").read_text())
     for change, message in (({"bits": 3}, "bits is 3"), ({"quant_method": "quip"}, "known are gptq, awq, fp8")):
         changed = config | {"quantization_config": config["quantization_config"] | change}

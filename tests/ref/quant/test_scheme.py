@@ -14,14 +14,8 @@ from ref.quant.fp8 import fp8_quantize
 from ref.quant.fp8_block import fp8_block_dequantize, fp8_block_quantize
 from ref.quant.gptq import gptq_pack
 from ref.quant.groups import grouped_dequantize, grouped_quantize
-from ref.quant.scheme import (
-    dequantize_checkpoint,
-    dequantize_module,
-    module_scheme,
-    parse_quantization_config,
-    read_quantization_config,
-    read_weights,
-)
+from ref.quant.scheme import dequantize_checkpoint, dequantize_module, read_weights
+from ref.quant.scheme_config import module_scheme, parse_quantization_config, read_quantization_config
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}

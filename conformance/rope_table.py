@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conformance.case import Case, Inputs, Outputs
-from engine import rope_table
 from engine.config import RopeConfig
 from engine.ops import OpTable
-from engine.rope_table import RopeTable
+from engine.rope_table import RopeTable, inv_freq
 from ref.rope import rope_cos_sin, rope_inv_freq
 
 Array = NDArray[Any]
@@ -57,7 +56,7 @@ def _angles(name: str, rope: RopeConfig, head_dim: int, seq_len: int) -> Case:
         reference=lambda rope, head_dim, seq_len: {
             "inv_freq": rope_inv_freq(**frequency_arguments(rope), head_dim=head_dim, seq_len=seq_len)
         },
-        candidate=lambda ops, rope, head_dim, seq_len: {"inv_freq": rope_table.inv_freq(rope, head_dim, seq_len)},
+        candidate=lambda ops, rope, head_dim, seq_len: {"inv_freq": inv_freq(rope, head_dim, seq_len)},
         storage="float64",
     )
 
@@ -88,8 +87,8 @@ def _row_reference(rope: RopeConfig, head_dim: int, positions: Array, num_prompt
     arguments = frequency_arguments(rope)
     rows = []
     for i, n in enumerate(num_prompts):
-        inv_freq = rope_inv_freq(**arguments, head_dim=head_dim, seq_len=int(n))
-        rows.append(rope_cos_sin(inv_freq, positions[i : i + 1], rope.attention_factor))
+        freq = rope_inv_freq(**arguments, head_dim=head_dim, seq_len=int(n))
+        rows.append(rope_cos_sin(freq, positions[i : i + 1], rope.attention_factor))
     return {"cos_sin": np.concatenate(rows)}
 
 

@@ -57,7 +57,7 @@ class ModelRunner:
         self.rope = rope
         self._ops = ops
         self._comm = comm
-        self._cache = cache
+        self.cache = cache
         self._prompt_scores: dict[int, PromptScores] = {}
         norms = [piece.norm for piece in model.pieces] + [model.final_norm]
         self._first_norm, self._next_norms = norms[0], norms[1:]
@@ -75,7 +75,7 @@ class ModelRunner:
         """Runs the model on a plan, writes the KV of its tokens, and samples the rows that want it."""
         positions = token_positions(plan)
         rope_rows = self.rope.rows(positions, plan.rope_lens[token_sequences(plan)])
-        batch = build_batch(plan, self._cache.block_size, rope_rows)
+        batch = build_batch(plan, self.cache.block_size, rope_rows)
         hidden = self.forward(batch)
         scores = self._score_prompts(plan, hidden)
         rows = np.flatnonzero(plan.samples)
@@ -93,7 +93,7 @@ class ModelRunner:
         residual = self.model.embed(batch)
         hidden = self._normed(residual, self._first_norm)
         for piece, norm in zip(self.model.pieces, self._next_norms, strict=True):
-            partial = piece.forward(hidden, batch, self._cache)
+            partial = piece.forward(hidden, batch, self.cache)
             hidden, residual = self._comm.reduce_add_norm(partial, residual, norm)
         return hidden
 

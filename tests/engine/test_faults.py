@@ -115,7 +115,7 @@ def test_kvm_03_memory_missing_in_the_middle_of_the_model(folder: Path, layer: i
     """KVM-03: some layers have written the KV of the step, others have not."""
     requests = four(max_tokens=12)
     engine = tiny_engine(folder)
-    cache = engine.runner._cache
+    cache = engine.runner.cache
     healthy = cache.k_cache[layer]
     for one in requests:
         engine.add(one)

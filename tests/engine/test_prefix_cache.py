@@ -84,7 +84,7 @@ def test_pfx_04_shared_blocks_do_not_change_while_they_are_shared(folder: Path) 
     outputs.take(engine.step())
     shared = engine.scheduler.running[0].block_ids[: 22 // SIZE]
     assert all(seq.block_ids[: len(shared)] == shared for seq in engine.scheduler.running[:16])
-    cache = engine.runner._cache
+    cache = engine.runner.cache
     before = [arrays[layer][shared].copy() for arrays in (cache.k_cache, cache.v_cache) for layer in arrays]
     while "first" not in outputs or outputs["first"].finish_reason is None:
         outputs.take(engine.step())

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from engine.cpu import activation, attention, linear, rmsnorm, rope, sampling
+from engine.cpu import activation, attention, linear, moe, rmsnorm, rope, sampling
 from engine.cpu.team import Team
 from engine.weights import LinearWeight
-from ref import embedding, layernorm
+from ref import embedding, layernorm, moe_routing
 
 Array = Any
 
@@ -58,15 +58,19 @@ class OpTable:
     attention_decode: Callable[..., Array]  # (q, k_cache, v_cache, block_table, seq_lens, sm_scale, window)
     attention_prefill: Callable[..., Array]  # (…, block_table, cu_seqlens_q, seq_lens, sm_scale, window)
     gate_up_act: Callable[[Array], Array]  # (gate_up)
+    moe_route: Callable[..., tuple[Array, Array]]  # (router_logits, top_k, scoring=…, bias=…, …)
+    moe_mlp: Callable[..., Array]  # (x, expert_ids, weights, gate_up_proj, down_proj)
+    moe_shared_expert: Callable[..., Array]  # (x, gate_up_proj, down_proj, shared_expert_gate)
     prepare: Callable[[LinearWeight], LinearWeight]  # a loaded weight → the layout that linear wants
     sampling: SamplingOps
 
 
 def cpu_ops(num_threads: int = 1) -> OpTable:
     """The op table of a machine without a GPU, float32; num_threads share the matrix products."""
+    team = Team(num_threads)
     return OpTable(
         embedding=embedding.embedding,
-        linear=partial(linear.linear, team=Team(num_threads)),
+        linear=partial(linear.linear, team=team),
         rmsnorm=rmsnorm.rmsnorm,
         add_rmsnorm=rmsnorm.add_rmsnorm,
         layernorm=layernorm.layernorm,
@@ -76,6 +80,9 @@ def cpu_ops(num_threads: int = 1) -> OpTable:
         attention_decode=attention.attention_decode,
         attention_prefill=attention.attention_prefill,
         gate_up_act=activation.gate_up_act,
+        moe_route=moe_routing.moe_route,
+        moe_mlp=partial(moe.moe_mlp, team=team),
+        moe_shared_expert=partial(moe.moe_shared_expert, team=team),
         prepare=linear.prepare_dense,
         sampling=sampling,
     )

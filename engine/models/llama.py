@@ -1,6 +1,7 @@
-"""Llama 1 to 3.3, and its close kin: Mistral (sliding window), Qwen 1.5 to 2.5 (bias on q, k, v), Qwen 3 (q/k norm).
+"""Llama 1 to 3.3, and its close kin: Mistral (sliding window), Qwen 1.5 to 2.5 (bias on q, k, v), Qwen 3 (q/k norm),
+and those with experts: Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeekMoE.
 
-Defined by ref.model.llama and ref.model.qwen.
+Defined by ref.model.llama, qwen, mixtral, qwen_moe and deepseek_moe.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ from engine.batch import ForwardBatch
 from engine.config import ModelConfig
 from engine.kv_cache import CacheSpec, KVCache
 from engine.models.model import Model, Piece
+from engine.models.moe import MOE_NAMES, MoeNames, feed_forward, feed_forward_arrays, feed_forward_linears
 from engine.ops import OpTable
 from engine.weights import ArraySpec, LinearSpec, Norm, WeightMap, Weights
 
 Array = Any
 
 
-def weight_map(config: ModelConfig) -> WeightMap:
+def weight_map(config: ModelConfig, names: MoeNames = MOE_NAMES) -> WeightMap:
     """Every tensor of a checkpoint with this config."""
     hidden, heads = config.hidden_size, config.n_heads * config.head_dim
-    kv_heads, wide = config.n_kv_heads * config.head_dim, config.intermediate_size
+    kv_heads = config.n_kv_heads * config.head_dim
     linears: list[LinearSpec] = []
     arrays = [
         ArraySpec("embed_tokens", "model.embed_tokens.weight", (config.vocab_size, hidden)),
@@ -29,15 +31,14 @@ def weight_map(config: ModelConfig) -> WeightMap:
     ]
     for layer in range(config.n_layers):
         dest, source = f"layers.{layer}", f"model.layers.{layer}"
-        attn, mlp = f"{source}.self_attn", f"{source}.mlp"
+        attn = f"{source}.self_attn"
         qkv = ((f"{attn}.q_proj", heads), (f"{attn}.k_proj", kv_heads), (f"{attn}.v_proj", kv_heads))
-        gate_up = ((f"{mlp}.gate_proj", wide), (f"{mlp}.up_proj", wide))
         linears += [
             LinearSpec(f"{dest}.qkv_proj", qkv, hidden, config.qkv_bias),
             LinearSpec(f"{dest}.o_proj", ((f"{attn}.o_proj", hidden),), heads, config.o_bias),
-            LinearSpec(f"{dest}.gate_up_proj", gate_up, hidden, config.mlp_bias),
-            LinearSpec(f"{dest}.down_proj", ((f"{mlp}.down_proj", hidden),), wide, config.mlp_bias),
+            *feed_forward_linears(config, layer, source, names),
         ]
+        arrays += feed_forward_arrays(config, layer, source, names)
         for norm in ("input_layernorm", "post_attention_layernorm"):
             arrays.append(ArraySpec(f"{dest}.{norm}", f"{source}.{norm}.weight", (hidden,)))
         if config.qk_norm:
@@ -62,7 +63,7 @@ def build(config: ModelConfig, weights: Weights, ops: OpTable) -> Model:
         mlp_norm = Norm(weights.arrays[f"{dest}.post_attention_layernorm"], config.norm_eps)
         attn = partial(attention, config=config, weights=weights, ops=ops, layer=layer)
         pieces.append(Piece(f"{dest}.attention", attn_norm, attn))
-        pieces.append(Piece(f"{dest}.mlp", mlp_norm, partial(mlp, weights=weights, ops=ops, layer=layer)))
+        pieces.append(Piece(f"{dest}.mlp", mlp_norm, feed_forward(config, weights, ops, layer)))
     table = weights.arrays["embed_tokens"]
     return Model(
         config=config,
@@ -126,9 +127,3 @@ def attend(
             window,
         )
     return out
-
-
-def mlp(hidden: Array, batch: ForwardBatch, cache: KVCache, weights: Weights, ops: OpTable, layer: int) -> Array:
-    """[num_tokens, hidden_size] → the same."""
-    gate_up = ops.linear(hidden, weights.linears[f"layers.{layer}.gate_up_proj"])
-    return ops.linear(ops.gate_up_act(gate_up), weights.linears[f"layers.{layer}.down_proj"])

@@ -9,19 +9,19 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeKind = Literal["none", "default", "linear", "dynamic", "ntk_alpha", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding, whatever form of config.json it came from."""
+    """Rotary position embedding, whatever form of config.json it came from. none: nothing rotates."""
 
     kind: RopeKind = "default"
     theta: float = 10000.0
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 0  # the length before scaling; dynamic: where scaling begins
+    original_max_position_embeddings: int = 0  # the length before scaling; dynamic, ntk_alpha: where scaling begins
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0
     truncate: bool = True
@@ -88,6 +88,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what each piece adds to the residual
     logit_scale: float = 1.0
+    logn_length: int = 0  # queries are scaled by ref.attention.logn_scale of this length; 0: they are not
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
     windows: tuple[int | None, ...] = ()  # of each layer: keys that a query sees, itself included; None = all
@@ -99,6 +100,8 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Elements of a head that rotate."""
+        if self.rope.kind == "none":
+            return 0
         return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.model_config.fields import Fields
@@ -16,11 +16,17 @@ QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_
 class Family:
     """optional: its optional keys and what transformers takes for each where config.json is silent; a key that is
     neither there nor common to all families is not read. extra: the fields of ModelConfig that this family sets
-    beyond those common to all; it may note problems in the fields.
+    beyond those common to all, or instead of them; it may note problems in the fields. names: what the family calls
+    a common key. activations: what hidden_act may be. rotates: whether it has a rotary embedding. part: the key of
+    the language model's config in a file that describes more.
     """
 
     optional: Mapping[str, Any]
     extra: Callable[[Fields], dict[str, Any]] = lambda fields: {}
+    names: Mapping[str, str] = field(default_factory=dict)
+    activations: tuple[str, ...] = ("silu",)
+    rotates: bool = True
+    part: str | None = None
 
 
 def _llama(fields: Fields) -> dict[str, Any]:

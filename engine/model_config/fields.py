@@ -17,6 +17,7 @@ LARGEST = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 2**16),
     **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 2**24),
     **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), 2**26),
+    **dict.fromkeys(("model_max_length", "seq_length"), 2**26),
     "sliding_window": 2**31,
 }
 LARGEST_NUMBER = 1e30  # any real constant is far below; infinity, NaN and integers too large for a float are not
@@ -25,16 +26,36 @@ SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class Fields:
-    """Typed access to the keys of a config file; collects problems instead of stopping at the first."""
+    """Typed access to the keys of a config file; collects problems instead of stopping at the first.
 
-    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = "") -> None:
+    A common key is asked for by the name that most families give it; names says what this family calls it, and so do
+    messages. defaults are by the family's own names.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        names: Mapping[str, str] | None = None,
+        prefix: str = "",
+    ) -> None:
         self.values = values
         self.defaults = defaults
+        self.names = names or {}
         self.prefix = prefix
         self.problems: list[str] = []
 
     def problem(self, text: str) -> None:
         self.problems.append(self.prefix + text)
+
+    def name(self, key: str) -> str:
+        """What the family calls a common key."""
+        return self.names.get(key, key)
+
+    def value(self, key: str) -> Any:
+        """The value of a common key, or the family's default; None if there is neither."""
+        name = self.name(key)
+        return self.values.get(name, self.defaults.get(name))
 
     def optional(self, key: str) -> Any:
         """The value of a key of the family's row; None for a key that the family does not have."""
@@ -42,19 +63,20 @@ class Fields:
 
     def integer(self, key: str, value: Any, low: int = 1) -> int:
         """value, if it is an integer from low to LARGEST; otherwise 0, with a problem noted."""
+        name = self.name(key)
         if value is None:
-            self.problem(f"{key} is missing")
+            self.problem(f"{name} is missing")
         elif not is_int(value) or value < low:
-            self.problem(f"{key} must be an integer of at least {low}, found {reprlib.repr(value)}")
+            self.problem(f"{name} must be an integer of at least {low}, found {reprlib.repr(value)}")
         elif value > LARGEST[key]:
-            self.problem(f"{key} must be at most {LARGEST[key]}, found {reprlib.repr(value)}")
+            self.problem(f"{name} must be at most {LARGEST[key]}, found {reprlib.repr(value)}")
         else:
             return int(value)
         return 0
 
     def number(self, key: str, within: Mapping[str, Any] | None = None, name: str | None = None) -> float:
         """A finite number above 0; 1 with a problem noted if it is not."""
-        value, name = (self.values if within is None else within).get(key), name or key
+        value, name = self.value(key) if within is None else within.get(key), name or self.name(key)
         if value is None:
             self.problem(f"{name} is missing")
         elif isinstance(value, bool) or not isinstance(value, int | float):
@@ -66,15 +88,16 @@ class Fields:
         return 1.0
 
     def flag(self, key: str) -> bool:
-        value = self.values.get(key, False) if key == "tie_word_embeddings" else self.optional(key)
+        value = self.value(key) if key == "tie_word_embeddings" else self.optional(key)
         if value is not None and not isinstance(value, bool):
             self.problem(f"{key} must be true or false, found {value!r}")
         return value is True
 
     def geometry(self) -> dict[str, int]:
-        """All sizes by their ModelConfig names; a size with a problem is 0."""
+        """All sizes by their ModelConfig names. A size with a problem is 0, and so is one that is not given where the
+        family's default is None: then it follows from others, and the family's `extra` says how."""
         sizes = {
-            name: self.integer(key, self.values.get(key))
+            name: 0 if self._follows(key) else self.integer(key, self.value(key))
             for name, key in {
                 "n_layers": "num_hidden_layers",
                 "n_heads": "num_attention_heads",
@@ -89,21 +112,24 @@ class Fields:
         sizes["n_kv_heads"] = n_heads if n_kv_heads is None else self.integer("num_key_value_heads", n_kv_heads)
         if n_heads and sizes["n_kv_heads"] and n_heads % sizes["n_kv_heads"]:
             self.problem(
-                f"num_attention_heads ({n_heads}) must be a multiple of num_key_value_heads ({sizes['n_kv_heads']})"
+                f"{self.name('num_attention_heads')} ({n_heads}) must be a multiple of "
+                f"num_key_value_heads ({sizes['n_kv_heads']})"
             )
-        head_dim = self.values.get("head_dim", self.defaults.get("head_dim"))
+        head_dim = self.value("head_dim")
         if head_dim is not None:
             sizes["head_dim"] = self.integer("head_dim", head_dim)
         else:
             sizes["head_dim"] = hidden_size // n_heads if n_heads else 0
             if n_heads and hidden_size % n_heads:
                 self.problem(
-                    f"hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({n_heads}) "
-                    "where head_dim is not given"
+                    f"{self.name('hidden_size')} ({hidden_size}) must be a multiple of "
+                    f"{self.name('num_attention_heads')} ({n_heads}) where head_dim is not given"
                 )
-        if sizes["head_dim"] % 2:
-            self.problem(f"head_dim is {sizes['head_dim']}; rotary position embedding needs an even one")
         return sizes
+
+    def _follows(self, key: str) -> bool:
+        """Whether the file gives no such size, and the family's row says that it need not."""
+        return self.value(key) is None and self.name(key) in self.defaults
 
     def token_ids(self, key: str, vocab_size: int) -> list[int]:
         """An id, a list of ids or null; all inside the vocabulary."""
@@ -147,11 +173,17 @@ class Fields:
             self.problem(f"the dtype {name!r} is not supported; supported are {', '.join(DTYPES)}")
         return name
 
+    def activation(self, known: tuple[str, ...]) -> str:
+        """The activation function, one of those that the family's code has."""
+        name = self.name("hidden_act")
+        act = self.values.get(name, self.defaults.get(name, "silu"))
+        if act not in known:
+            verb = "are" if len(known) > 1 else "is"
+            self.problem(f"{name} {act!r} is not supported; supported {verb} {', '.join(map(repr, known))}")
+        return str(act)
+
     def check_supported(self) -> None:
         """What is in the file and would change the arithmetic, but that no code here follows."""
-        act = self.values.get("hidden_act", "silu")
-        if act != "silu":
-            self.problem(f"hidden_act {act!r} is not supported; supported is 'silu'")
         quantization = self.values.get("quantization_config")
         if quantization is not None:
             method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.config import ModelConfig
+from engine.config import ModelConfig, RopeConfig
 from engine.errors import ConfigError
 from engine.model_config.families import FAMILIES
 from engine.model_config.fields import Fields
 from engine.model_config.rope import read_rope
+
+OF_THE_WHOLE = ("quantization_config", "bos_token_id", "eos_token_id")  # keys that stand beside a language part too
 
 
 def model_config_from_hf(config: dict[str, Any], generation_config: dict[str, Any] | None, source: str) -> ModelConfig:
@@ -33,9 +35,12 @@ def model_config_from_hf(config: dict[str, Any], generation_config: dict[str, An
     """
     architecture = _architecture(config, source)
     family = FAMILIES[architecture]
-    fields = Fields(config, family.optional)
+    fields = _fields(config, architecture, source)
     geometry: dict[str, Any] = fields.geometry()
-    rope = read_rope(fields, geometry["max_position_embeddings"])
+    rope = read_rope(fields, geometry["max_position_embeddings"]) if family.rotates else RopeConfig("none")
+    if family.rotates and geometry["head_dim"] % 2:
+        name = fields.name("head_dim")
+        fields.problem(f"{name} is {geometry['head_dim']}; rotary position embedding needs an even one")
     eos_token_ids = fields.token_ids("eos_token_id", geometry["vocab_size"])
     bos_token_ids = fields.token_ids("bos_token_id", geometry["vocab_size"])
     default_sampling: dict[str, Any] = {}
@@ -45,23 +50,34 @@ def model_config_from_hf(config: dict[str, Any], generation_config: dict[str, An
         default_sampling = generation.sampling()
         fields.problems += generation.problems
     fields.check_supported()
-    result = ModelConfig(
-        architecture=architecture,
+    common: dict[str, Any] = {
         **geometry,
-        norm_eps=fields.number("rms_norm_eps"),
-        rope=rope,
-        hidden_act="silu",
-        tie_word_embeddings=fields.flag("tie_word_embeddings"),
-        windows=fields.windows(geometry["n_layers"]),
-        dtype=fields.dtype(),
-        bos_token_id=bos_token_ids[0] if bos_token_ids else None,
-        eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
-        default_sampling=default_sampling,
-        **family.extra(fields),
-    )
+        "norm_eps": fields.number("rms_norm_eps"),
+        "rope": rope,
+        "hidden_act": fields.activation(family.activations),
+        "tie_word_embeddings": fields.flag("tie_word_embeddings"),
+        "windows": fields.windows(geometry["n_layers"]),
+        "dtype": fields.dtype(),
+        "bos_token_id": bos_token_ids[0] if bos_token_ids else None,
+        "eos_token_ids": tuple(dict.fromkeys(eos_token_ids)),
+        "default_sampling": default_sampling,
+    }
+    result = ModelConfig(architecture=architecture, **common | family.extra(fields))
     if fields.problems:
         raise ConfigError(f"{source} cannot be served:\n" + "\n".join(f"  - {text}" for text in fields.problems))
     return result
+
+
+def _fields(config: dict[str, Any], architecture: str, source: str) -> Fields:
+    """The config of the language model: the file itself, or a part of it where the model is more than that."""
+    family = FAMILIES[architecture]
+    if family.part is None:
+        return Fields(config, family.optional, family.names)
+    part = config.get(family.part)
+    if not isinstance(part, dict):
+        raise ConfigError(f"{source}: {architecture} needs {family.part}, its language part's config, found {part!r}")
+    whole = {key: config[key] for key in OF_THE_WHOLE if key in config}
+    return Fields(whole | part, family.optional, family.names, prefix=f"{family.part}: ")
 
 
 def summary(config: ModelConfig) -> str:

@@ -24,7 +24,7 @@ def read_rope(fields: Fields, max_position_embeddings: int) -> RopeConfig:
     """
     values = _rope_values(fields)
     if (rotated := values.pop("partial_rotary_factor")) not in (None, 1):
-        fields.problem(f"partial_rotary_factor {rotated!r} is not supported; only 1 is")
+        fields.problem(f"{fields.name('partial_rotary_factor')} {rotated!r} is not supported; only 1 is")
     kinds = {str(values[key]) for key in ("type", "rope_type") if values.get(key) is not None}
     if len(kinds) > 1:
         fields.problem(f"rope type is {values['type']!r} but rope_type is {values['rope_type']!r}")
@@ -39,8 +39,9 @@ def read_rope(fields: Fields, max_position_embeddings: int) -> RopeConfig:
         return RopeConfig()
     if unknown := settings - set(ROPE_NUMBERS[kind]) - {"finetuned", ROPE_LENGTH}:
         fields.problem(f"rope_type {kind!r} does not take {', '.join(sorted(unknown))}")
-    # Llama 1 and 2 have no rope_theta at all; the base of their paper is everybody's default
-    theta = 10000.0 if values.get("rope_theta") is None else fields.number("rope_theta", values)
+    if values.get("rope_theta") is None:  # Llama 1 and 2 have none at all; the base of their paper is the usual default
+        values["rope_theta"] = fields.defaults.get("rope_theta", 10000.0)
+    theta = fields.number("rope_theta", values)
     numbers = {key: fields.number(key, values, f"{key} of rope_type {kind!r}") for key in ROPE_NUMBERS[kind]}
     original = max_position_embeddings if kind == "dynamic" else 0
     if kind == "llama3":
@@ -54,7 +55,7 @@ def read_rope(fields: Fields, max_position_embeddings: int) -> RopeConfig:
 
 def _rope_values(fields: Fields) -> dict[str, Any]:
     """rope_theta, rope_scaling (4.x) and rope_parameters (5.x) as one table; they must not contradict each other."""
-    merged = {key: fields.values.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    merged = {key: fields.values.get(fields.name(key)) for key in ("rope_theta", "partial_rotary_factor")}
     for group in ("rope_scaling", "rope_parameters"):
         values = fields.values.get(group) or {}
         if not isinstance(values, Mapping):

@@ -1,0 +1,242 @@
+"""The plots of the course, from live data: every point is computed by the functions that the plot is about.
+
+python -m ref.plot rope --out rope.svg
+python -m ref.plot attention --out attention.svg                              of ref.induction's model
+python -m ref.plot attention --model DIR --ids 1,2,3 --layer 0 --out a.svg    of any Llama
+python -m ref.plot quantization --out quantization.svg
+python -m ref.plot roofline --out roofline.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ref.attention import first_visible
+from ref.config import read_config
+from ref.induction import encode, induction_config, induction_weights
+from ref.model.llama import LlamaConfig, llama
+from ref.model.run import Weights
+from ref.numerics import relative_error, round_to, softmax
+from ref.philox import uniform
+from ref.quant.fp8 import fp8_dequantize, fp8_quantize
+from ref.quant.fp8_block import fp8_block_dequantize, fp8_block_quantize
+from ref.quant.groups import grouped_dequantize, grouped_quantize
+from ref.quant.int8 import int8_dequantize, int8_quantize
+from ref.quant.scheme import read_weights
+from ref.roofline import H200, LLAMA_3_1_8B, RTX_4090, decode_work, limit_seconds
+from ref.rope import rope, rope_cos_sin, rope_inv_freq
+from ref.svg import COLORS, Panel, curve, document, dot, frame, legend, line, square, text
+
+Array = NDArray[Any]
+
+INDUCTION_TEXT = "^glintglint"
+
+
+def rope_scores(theta: float, distances: NDArray[np.int64], head_dim: int = 128) -> Array:
+    """q·k / head_dim of two vectors of ones that are so far apart: mean of cos(distance · inv_freq); [num] float64."""
+    inv_freq = rope_inv_freq("default", theta, head_dim)
+    ones = np.ones((len(distances), 1, head_dim))
+    q, k = (rope(ones, rope_cos_sin(inv_freq, at))[:, 0] for at in (distances, np.zeros_like(distances)))
+    scores: Array = np.sum(q * k, axis=-1) / head_dim
+    return scores
+
+
+def wavelengths(kind: str, theta: float = 500000.0, length: int = 8192) -> Array:
+    """Tokens in which each pair turns once, 2π / inv_freq, of a head of 128 stretched 8 times: [64] float64."""
+    result: Array = 2 * np.pi / rope_inv_freq(kind, theta, 128, 8.0, original_max_position_embeddings=length)
+    return result
+
+
+def plot_rope() -> str:
+    """Left: how scores fall with distance. Right: how fast each pair turns, and what scaling makes of it."""
+    distances = np.unique(np.geomspace(1, 32768, 150).astype(np.int64))
+    left = Panel(70, 40, 330, 260, (1, 32768), (-0.2, 1), log_x=True)
+    shapes = frame(
+        left, "q·k of equal vectors by distance", "distance, tokens", "score", (1, 32, 1024, 32768), (0, 0.5, 1)
+    )
+    thetas = (1e4, 5e5)
+    for color, theta in zip(COLORS, thetas, strict=False):
+        shapes.append(curve(left, distances.tolist(), rope_scores(theta, distances).tolist(), color))
+    shapes += legend(300, 65, [f"theta {theta:g}" for theta in thetas])
+
+    right = Panel(490, 40, 330, 260, (0, 63), (1, 1e8), log_y=True)
+    title = "tokens that each pair takes to turn once; 8 × longer"
+    shapes += frame(right, title, "pair", "tokens", (0, 16, 32, 48, 63), (1, 100, 1e4, 1e6, 1e8))
+    kinds = ("default", "linear", "yarn", "llama3")
+    for color, kind in zip(COLORS, kinds, strict=False):
+        shapes.append(curve(right, list(range(64)), wavelengths(kind).tolist(), color))
+    shapes.append(line(490, right.y(8192), 820, right.y(8192), COLORS[4], dashed=True))
+    shapes.append(text(815, right.y(8192) + 14, "8192 tokens of training", "end", COLORS[4]))
+    shapes += legend(505, 65, kinds)
+    return document(850, 350, shapes)
+
+
+def attention_weights(q: Array, k: Array, window: int | None = None) -> Array:
+    """softmax(q·k / √head_dim) over the visible keys, the numbers that attention multiplies values by.
+
+    Args:
+        q: [num_tokens, n_heads, head_dim], rotated.
+        k: [num_tokens, n_kv_heads, head_dim], rotated.
+        window: keys a query sees, itself included; None: all.
+    Returns:
+        [n_heads, num_tokens, num_tokens]: query, then key; 0 where the key is not visible.
+    """
+    num_tokens, n_heads, head_dim = q.shape
+    k = np.repeat(k, n_heads // k.shape[1], axis=1)
+    scores = np.einsum("ihd,jhd->hij", q, k) / np.sqrt(head_dim)
+    key = np.arange(num_tokens)
+    for i in range(num_tokens):
+        scores[:, i, (key > i) | (key < first_visible(i, window))] = -np.inf
+    return softmax(scores)
+
+
+def plot_attention(
+    config: LlamaConfig,
+    weights: Weights,
+    token_ids: Sequence[int],
+    names: Sequence[str],
+    layers: Sequence[int],
+) -> str:
+    """A map for each head: a row a query, a column a key, the darker the more weight."""
+    seen: dict[str, Array] = {}
+    llama(config, weights, token_ids, trace=seen.__setitem__)
+    cell, gap = 16.0, 60.0
+    step = cell * len(token_ids) + gap
+    shapes = []
+    for row, layer in enumerate(layers):
+        q, k = (seen[f"layers.{layer}.self_attn.{name}_rope"] for name in "qk")
+        for head, shades in enumerate(attention_weights(q, k, config.sliding_window)):
+            left, top = gap + step * head, gap + step * row
+            shapes.append(text(left, top - 22, f"layer {layer}, head {head}"))
+            shapes += attention_map(left, top, cell, shades, names)
+    return document(round(gap + step * config.n_heads), round(gap + step * len(layers)), shapes)
+
+
+def attention_map(left: float, top: float, cell: float, shades: Array, names: Sequence[str]) -> list[str]:
+    """One head: shades [num_tokens, num_tokens], the tokens' names above and on the left."""
+    shapes = []
+    for i, name in enumerate(names):
+        shapes.append(text(left - 5, top + cell * (i + 0.75), name, "end"))
+        shapes.append(text(left + cell * (i + 0.5), top - 5, name, "middle"))
+        for j in range(i + 1):
+            shapes.append(square(left + cell * j, top + cell * i, cell - 1, max(0.04, float(shades[i, j]))))
+    return shapes
+
+
+def gaussian(num_rows: int, num_columns: int, seed: int = 0) -> Array:
+    """Normal numbers out of Philox by Box and Muller's formula, the same everywhere: float64."""
+    positions = np.arange(num_rows * num_columns)
+    first, second = (uniform(seed, positions, stream).astype(np.float64) for stream in (0, 1))
+    normal: Array = np.sqrt(-2 * np.log(1 - first)) * np.cos(2 * np.pi * second)
+    return normal.reshape(num_rows, num_columns)
+
+
+def _integers(weight: Array, bits: int, group_size: int, symmetric: bool) -> Array:
+    return grouped_dequantize(grouped_quantize(weight, bits, group_size, symmetric=symmetric))
+
+
+def _int8(weight: Array) -> Array:
+    codes, scale = int8_quantize(weight)
+    return int8_dequantize(codes, scale)
+
+
+# bits a weight of [128, 1024], 16-bit scales and 4-bit zeros included; quantize and dequantize in one
+FORMATS: dict[str, tuple[float, Callable[[Array], Array]]] = {
+    "bfloat16": (16, lambda w: round_to(w, "bfloat16")),
+    "int8, a row": (8 + 16 / 1024, _int8),
+    "fp8, a tensor": (8, lambda w: fp8_dequantize(*fp8_quantize(w, axis=None))),
+    "fp8, 128 × 128": (8 + 32 / 128**2, lambda w: fp8_block_dequantize(*fp8_block_quantize(w))),
+    "int4, a row": (4 + 16 / 1024, lambda w: _integers(w, 4, -1, True)),
+    "int4, groups of 128": (4 + 16 / 128, lambda w: _integers(w, 4, 128, True)),
+    "int4, 128, zeros": (4 + 20 / 128, lambda w: _integers(w, 4, 128, False)),
+    "int4, 32, zeros": (4 + 20 / 32, lambda w: _integers(w, 4, 32, False)),
+}
+
+
+def quantization_errors() -> dict[str, tuple[float, float]]:
+    """‖ŵ − w‖ / ‖w‖ by format: of normal weights [128, 1024], and of those with one input of 512 ten times as large."""
+    plain = gaussian(128, 1024)
+    outliers = plain * np.where(np.arange(1024) % 512 == 7, 10, 1)
+    return {
+        name: (relative_error(there_and_back(plain), plain), relative_error(there_and_back(outliers), outliers))
+        for name, (_, there_and_back) in FORMATS.items()
+    }
+
+
+def plot_quantization() -> str:
+    """A line a format, a dot a kind of weight."""
+    height = 26 * len(FORMATS)
+    panel = Panel(190, 40, 420, height, (1e-3, 1), (len(FORMATS), 0), log_x=True)
+    shapes = frame(panel, "", "‖ŵ − w‖ / ‖w‖", "", (0.001, 0.01, 0.1, 1), ())
+    for place, (name, errors) in enumerate(quantization_errors().items()):
+        y = place + 0.5
+        shapes.append(text(180, panel.y(y) + 4, f"{name}: {FORMATS[name][0]:.2f} bits", "end"))
+        shapes.append(line(190, panel.y(y), 610, panel.y(y)))
+        for error, lower, color in zip(errors, (-0.12, 0.12), COLORS, strict=False):
+            shapes.append(dot(panel, error, y + lower, color))
+    shapes += legend(190, 15, ("normal weights", "one input of 512 ten times as large"))
+    return document(640, height + 85, shapes)
+
+
+def plot_roofline() -> str:
+    """What a GPU computes at most by the number of sequences that decode together."""
+    panel = Panel(70, 40, 420, 260, (1, 1024), (1, 1000), log_x=True, log_y=True)
+    title = "Llama-3.1-8B decoding, 1024 tokens of context: the limit"
+    shapes = frame(panel, title, "sequences", "TFLOP/s", (1, 4, 16, 64, 256, 1024), (1, 10, 100, 1000))
+    nums = [2**power for power in range(11)]
+    cases = [(gpu, itemsize) for gpu in (H200, RTX_4090) for itemsize in (2.0, 0.5)]
+    for color, (gpu, itemsize) in zip(COLORS, cases, strict=False):
+        work = [decode_work(LLAMA_3_1_8B, num, 1024, itemsize) for num in nums]
+        rates = [flops / limit_seconds(flops, num_bytes, gpu) / 1e12 for flops, num_bytes in work]
+        shapes.append(curve(panel, nums, rates, color))
+    names = [f"{gpu.name}, {8 * itemsize:g} bits a weight" for gpu, itemsize in cases]
+    return document(520, 350, shapes + legend(310, 245, names))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Writes the plot; returns the exit status: 0, or 2 for input that cannot be used, with one line on stderr."""
+    parser = argparse.ArgumentParser(prog="python -m ref.plot", description="The plots of the course, as SVG.")
+    parser.add_argument("plot", choices=("rope", "attention", "quantization", "roofline"))
+    parser.add_argument("--out", type=Path, required=True, help="the .svg file to write")
+    parser.add_argument("--model", type=Path, help="attention of this Llama; without it, of ref.induction's model")
+    parser.add_argument("--ids", help="token ids for --model, separated by commas")
+    parser.add_argument("--layer", type=int, help="this layer of --model alone")
+    args = parser.parse_args(arguments)
+    plots = {"rope": plot_rope, "quantization": plot_quantization, "roofline": plot_roofline}
+    try:
+        drawn = _attention(args) if args.plot == "attention" else plots[args.plot]()
+        args.out.write_text(drawn, encoding="utf-8")
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"python -m ref.plot: error: {error}\n")
+        return 2
+    return 0
+
+
+def _attention(args: argparse.Namespace) -> str:
+    if args.model is None:
+        return plot_attention(
+            induction_config(), induction_weights(), encode(INDUCTION_TEXT), list(INDUCTION_TEXT), range(2)
+        )
+    config = read_config(args.model)
+    if not isinstance(config, LlamaConfig):
+        raise ValueError(f"--model is a {config.architecture}; this plot knows Llama and Mistral")
+    try:
+        token_ids = [int(piece) for piece in (args.ids or "").split(",")]
+    except ValueError:
+        raise ValueError(f"--ids must be integers separated by commas, such as 1,2,3; found {args.ids!r}") from None
+    layers = range(config.n_layers) if args.layer is None else [args.layer]
+    if not all(0 <= layer < config.n_layers for layer in layers):
+        raise ValueError(f"--layer is {args.layer}; the model has layers 0 to {config.n_layers - 1}")
+    weights = read_weights(args.model, "float64")
+    return plot_attention(config, weights, token_ids, list(map(str, token_ids)), layers)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Cases of the gated activation."""
+"""Cases of the activation, gated and plain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from conformance.case import Case, Inputs, Kept, Outputs
 from conformance.inputs import guarded, normal
 from engine.ops import OpTable
-from ref.activation import gate_up_act
+from ref.activation import act, gate_up_act
 
 Array = NDArray[Any]
 
@@ -26,24 +26,42 @@ STEEP_GATES = (0.0, 1e-30, -1e-3, 15.0, -15.0, 80.0, -80.0, -81.0, 88.0, -88.0, 
 
 
 def cases() -> list[Case]:
-    found = [_case(name, num_tokens, width) for name, (num_tokens, width) in SHAPES.items()]
-    return [*found, _case("steep", 5, len(STEEP_GATES)), _case("not-finite", 3, 8)]
+    shapes = SHAPES | {"steep": (5, len(STEEP_GATES)), "not-finite": (3, 8)}
+    found = [_case(name, *shape) for name, shape in shapes.items()]
+    found += [_case(name, *shapes[name], activation="gelu") for name in ("no-tokens", "odd", "steep")]
+    return found + [_plain(name) for name in ("gelu_new", "gelu", "relu", "silu")]
 
 
-def _case(name: str, num_tokens: int, intermediate_size: int) -> Case:
+def _case(name: str, num_tokens: int, intermediate_size: int, activation: str = "silu") -> Case:
     axes = {"num_tokens": num_tokens, "intermediate_size": intermediate_size}
     return Case(
         stem="activation",
-        name=name,
-        axes=axes,
-        make_inputs=partial(_inputs, **axes, kind=name),
-        reference=lambda gate_up: {"out": gate_up_act(gate_up)},
-        candidate=_candidate,
-        disturb=_disturb,
+        name=name if activation == "silu" else f"{name}-{activation}",
+        axes=axes | {"activation": activation},
+        make_inputs=partial(_inputs, **axes, kind=name, activation=activation),
+        reference=lambda gate_up, activation: {"out": gate_up_act(gate_up, activation)},
+        candidate=lambda ops, gate_up, activation: {"out": ops.gate_up_act(gate_up, activation)},
+        disturb=partial(_disturb, name="gate_up"),
     )
 
 
-def _inputs(seed: int, num_tokens: int, intermediate_size: int, kind: str) -> Inputs:
+def _plain(activation: str) -> Case:
+    return Case(
+        stem="activation",
+        name=f"plain-{activation}",
+        axes={"num_tokens": 7, "intermediate_size": 66, "activation": activation},
+        make_inputs=lambda seed: {
+            "x": guarded(normal(np.random.default_rng(seed), 7, 66, scale=3.0)),
+            "activation": activation,
+        },
+        reference=lambda x, activation: {"out": act(x, activation)},
+        candidate=_plain_candidate,
+        disturb=partial(_disturb, name="x"),
+        skip={"cpu": "the CPU's op table holds ref.activation.act itself"},
+    )
+
+
+def _inputs(seed: int, num_tokens: int, intermediate_size: int, kind: str, activation: str) -> Inputs:
     """steep: gates at which exp overflows or is lost; not-finite: NaN and inf, which must stay where they are."""
     rng = np.random.default_rng(seed)
     gate_up = normal(rng, num_tokens, 2 * intermediate_size, scale=3.0)
@@ -53,16 +71,16 @@ def _inputs(seed: int, num_tokens: int, intermediate_size: int, kind: str) -> In
     if kind == "not-finite":
         gate_up[0, 1] = gate_up[1, -1] = np.nan  # a gate, and an up
         gate_up[2, :2] = np.inf
-    return {"gate_up": guarded(gate_up)}
+    return {"gate_up": guarded(gate_up), "activation": activation}
 
 
-def _candidate(ops: OpTable, gate_up: Array) -> Outputs:
-    return {"out": ops.gate_up_act(gate_up)}
+def _plain_candidate(ops: OpTable, x: Array, activation: str) -> Outputs:
+    return {"out": ops.act(x, activation)}
 
 
-def _disturb(inputs: Inputs, rng: np.random.Generator) -> Kept:
-    gate_up = inputs["gate_up"]
-    keep = int(rng.integers(len(gate_up))) if len(gate_up) else 0
-    others = np.arange(len(gate_up)) != keep
-    gate_up[others] = normal(rng, int(others.sum()), gate_up.shape[1], scale=20.0)
+def _disturb(inputs: Inputs, rng: np.random.Generator, name: str) -> Kept:
+    values = inputs[name]
+    keep = int(rng.integers(len(values))) if len(values) else 0
+    others = np.arange(len(values)) != keep
+    values[others] = normal(rng, int(others.sum()), values.shape[1], scale=20.0)
     return {"out": slice(keep, keep + 1)}

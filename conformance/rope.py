@@ -28,6 +28,9 @@ SHAPES = {  # num_tokens, n_heads, n_kv_heads, head_dim, block_size
 def cases() -> list[Case]:
     found = [_case(name, *shape) for name, shape in SHAPES.items()]
     found += [_case(f"qk-norm-{name}", *SHAPES[name], qk_norm=True) for name in ("one-token", "gqa", "mqa")]
+    found += [
+        _case(f"interleaved-{name}", *SHAPES[name], interleaved=True) for name in ("no-tokens", "smallest", "gqa")
+    ]
     padding = "a CPU step has no padding: every token has a slot"
     return [*found, _case("padding", *SHAPES["gqa"], num_padding=5, skip={"cpu": padding})]
 
@@ -41,6 +44,7 @@ def _case(
     block_size: int,
     num_padding: int = 0,
     qk_norm: bool = False,
+    interleaved: bool = False,
     skip: dict[str, str] | None = None,
 ) -> Case:
     axes = {
@@ -51,11 +55,12 @@ def _case(
         "block_size": block_size,
         "num_padding": num_padding,
     }
+    settings = {"interleaved": True} if interleaved else {}
     return Case(
         stem="rope",
         name=name,
-        axes=axes,
-        make_inputs=partial(_qk_norm_inputs if qk_norm else _inputs, **axes),
+        axes=axes | settings,
+        make_inputs=lambda seed: (_qk_norm_inputs if qk_norm else _inputs)(seed, **axes) | settings,
         reference=partial(_run, qk_norm_rope_kv_write if qk_norm else rope_kv_write),
         candidate=lambda ops, **inputs: _run(ops.qk_norm_rope_kv_write if qk_norm else ops.rope_kv_write, **inputs),
         changes=("k_cache", "v_cache"),

@@ -8,6 +8,8 @@ from conformance import (
     embedding,
     end_to_end,
     golden,
+    kv_cache,
+    layernorm,
     linear,
     rmsnorm,
     rope,
@@ -17,7 +19,18 @@ from conformance import (
 from conformance.case import Case
 from engine.ops import OpTable, cpu_ops
 
-OPS = (embedding, linear, rmsnorm, activation, rope, attention, sampling, rope_table)  # files with cases of one stem
+OPS = (
+    embedding,
+    linear,
+    rmsnorm,
+    layernorm,
+    activation,
+    kv_cache,
+    rope,
+    attention,
+    sampling,
+    rope_table,
+)  # files with cases of one stem
 CPU_THREADS = 3  # more than one, so that matrix products are shared out, and odd, so that shares differ in size
 TARGETS = ("golden", "cpu", "host", "gpu")
 NO_KERNELS = {

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from engine.cpu import activation, attention, linear, moe, rmsnorm, rope, sampling
+from engine.cpu import activation, attention, kv_cache, layernorm, linear, moe, rmsnorm, rope, sampling
 from engine.cpu.team import Team
 from engine.weights import LinearWeight
-from ref import embedding, layernorm, moe_routing
+from ref import embedding, moe_routing
+from ref.activation import act
+from ref.attention import logn_scale
 
 Array = Any
 
@@ -53,11 +55,14 @@ class OpTable:
     add_rmsnorm: Callable[[Array, Array, Array, float], tuple[Array, Array]]  # (x, residual, weight, eps)
     layernorm: Callable[[Array, Array, Array | None, float], Array]  # (x, weight, bias, eps)
     add_layernorm: Callable[..., tuple[Array, Array]]  # (x, residual, weight, bias, eps)
-    rope_kv_write: Callable[..., Array]  # (q, k, v, cos_sin, slot_mapping, k_cache, v_cache)
+    kv_cache_write: Callable[[Array, Array, Array, Array, Array], None]  # (k, v, slot_mapping, k_cache, v_cache)
+    rope_kv_write: Callable[..., Array]  # (q, k, v, cos_sin, slot_mapping, k_cache, v_cache, interleaved=…)
     qk_norm_rope_kv_write: Callable[..., Array]  # (q, k, v, q_weight, k_weight, eps, cos_sin, …)
     attention_decode: Callable[..., Array]  # (q, k_cache, v_cache, block_table, seq_lens, sm_scale, window)
     attention_prefill: Callable[..., Array]  # (…, block_table, cu_seqlens_q, seq_lens, sm_scale, window)
-    gate_up_act: Callable[[Array], Array]  # (gate_up)
+    logn_scale: Callable[[Array, int], Array]  # (positions, length)
+    act: Callable[[Array, str], Array]  # (x, activation)
+    gate_up_act: Callable[..., Array]  # (gate_up, activation)
     moe_route: Callable[..., tuple[Array, Array]]  # (router_logits, top_k, scoring=…, bias=…, …)
     moe_mlp: Callable[..., Array]  # (x, expert_ids, weights, gate_up_proj, down_proj)
     moe_shared_expert: Callable[..., Array]  # (x, gate_up_proj, down_proj, shared_expert_gate)
@@ -75,10 +80,13 @@ def cpu_ops(num_threads: int = 1) -> OpTable:
         add_rmsnorm=rmsnorm.add_rmsnorm,
         layernorm=layernorm.layernorm,
         add_layernorm=layernorm.add_layernorm,
+        kv_cache_write=kv_cache.kv_cache_write,
         rope_kv_write=rope.rope_kv_write,
         qk_norm_rope_kv_write=rope.qk_norm_rope_kv_write,
         attention_decode=attention.attention_decode,
         attention_prefill=attention.attention_prefill,
+        logn_scale=logn_scale,
+        act=act,
         gate_up_act=activation.gate_up_act,
         moe_route=moe_routing.moe_route,
         moe_mlp=partial(moe.moe_mlp, team=team),

@@ -81,6 +81,20 @@ def activation_named(name: str) -> Callable[[Array], Array]:
     return ACTIVATIONS[name]
 
 
+def act(x: Array, activation: str) -> Array:
+    """activation(x): the feed-forward block without a gate, as GPT-2 has it.
+
+    Args:
+        x: [..., intermediate_size].
+        activation: a name of ACTIVATIONS.
+    Returns:
+        shape and dtype of x.
+    Raises:
+        ValueError: an activation that is not known.
+    """
+    return activation_named(activation)(x)
+
+
 def gate_up_act(gate_up: Array, activation: str = "silu") -> Array:
     """activation(gate) · up, the gated feed-forward unit (Shazeer 2020, "GLU Variants Improve Transformer").
 

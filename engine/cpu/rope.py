@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.cpu.kv_cache import kv_cache_write
+
 Float32 = NDArray[np.float32]
 Int32 = NDArray[np.int32]
 
@@ -17,15 +19,17 @@ def rope_kv_write(
     slot_mapping: Int32,
     k_cache: Float32,
     v_cache: Float32,
+    *,
+    interleaved: bool = False,
 ) -> Float32:
-    """Rotates q and k (half-split pairs), stores k and v at their slots, and returns the rotated q.
+    """Rotates q and k, stores k and v at their slots, and returns the rotated q.
 
     q [num_tokens, n_heads, head_dim]; k, v [num_tokens, n_kv_heads, head_dim]; cos_sin [num_tokens, head_dim];
     slot_mapping [num_tokens], all ≥ 0 here; caches [num_blocks, block_size, n_kv_heads, head_dim]. float32.
+    interleaved: pairs are neighbours, not elements of the two halves.
     """
-    k_cache.reshape(-1, *k_cache.shape[2:])[slot_mapping] = _rotate(k, cos_sin)
-    v_cache.reshape(-1, *v_cache.shape[2:])[slot_mapping] = v
-    return _rotate(q, cos_sin)
+    kv_cache_write(_rotate(k, cos_sin, interleaved), v, slot_mapping, k_cache, v_cache)
+    return _rotate(q, cos_sin, interleaved)
 
 
 def qk_norm_rope_kv_write(
@@ -52,13 +56,14 @@ def _head_norm(x: Float32, weight: Float32, eps: float) -> Float32:
     return out
 
 
-def _rotate(x: Float32, cos_sin: Float32) -> Float32:
+def _rotate(x: Float32, cos_sin: Float32, interleaved: bool) -> Float32:
     half = x.shape[2] // 2
     cos, sin = cos_sin[:, None, :half], cos_sin[:, None, half:]
-    first, second = x[:, :, :half], x[:, :, half:]
+    firsts, seconds = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, half), slice(half, None))
+    first, second = x[:, :, firsts], x[:, :, seconds]
     out = np.empty_like(x)
-    np.multiply(first, cos, out=out[:, :, :half])
-    out[:, :, :half] -= second * sin
-    np.multiply(second, cos, out=out[:, :, half:])
-    out[:, :, half:] += first * sin
+    np.multiply(first, cos, out=out[:, :, firsts])
+    out[:, :, firsts] -= second * sin
+    np.multiply(second, cos, out=out[:, :, seconds])
+    out[:, :, seconds] += first * sin
     return out

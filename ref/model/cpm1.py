@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ref.activation import ACTIVATIONS, activation_named
+from ref.activation import ACTIVATIONS, act
 from ref.embedding import embedding
 from ref.layernorm import layernorm
 from ref.linear import linear
@@ -103,7 +103,7 @@ def cpm1(
         attended = run.step(f"layers.{layer}.attn_out", _attention(config, run, layer, hidden))
         residual = run.step(f"layers.{layer}.attn_residual", residual + attended)
         hidden = _norm(config, run, f"{key}.ln_2", residual)
-        inner = run.step(f"{key}.mlp.act", activation_named(config.activation)(_conv(run, f"{key}.mlp.c_fc", hidden)))
+        inner = run.step(f"{key}.mlp.act", act(_conv(run, f"{key}.mlp.c_fc", hidden), config.activation))
         fed = run.step(f"layers.{layer}.mlp_out", _conv(run, f"{key}.mlp.c_proj", inner))
         residual = run.step(f"layers.{layer}.residual", residual + fed)
     hidden = _norm(config, run, "transformer.ln_f", residual)

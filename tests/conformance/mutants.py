@@ -129,27 +129,63 @@ ROPE = mutants(
     ("qk_norm_rope_kv_write", "no eps", "np.sqrt(mean_square + np.float32(eps))", "np.sqrt(mean_square)"),
     ("qk_norm_rope_kv_write", "norm of k for q", "_head_norm(q, q_weight", "_head_norm(q, k_weight"),
     ("rope_kv_write", "turns the other way", "-= second * sin", "+= second * sin"),
-    ("rope_kv_write", "keys stored without rotation", "[slot_mapping] = _rotate(k, cos_sin)", "[slot_mapping] = k"),
-    ("rope_kv_write", "values in the slots of other tokens", "[slot_mapping] = v", "[slot_mapping[::-1]] = v"),
+    (
+        "rope_kv_write",
+        "keys stored without rotation",
+        "kv_cache_write(_rotate(k, cos_sin, interleaved)",
+        "kv_cache_write(k",
+    ),
+    ("rope_kv_write", "values in the slots of other tokens", "v, slot_mapping, k", "v[::-1], slot_mapping, k"),
     (
         "rope_kv_write",
         "writes in front of the cache",
-        "    return _rotate(q, cos_sin)",
-        "    k_cache.base[0] = 0\n    return _rotate(q, cos_sin)",
+        "    return _rotate(q, cos_sin, interleaved)",
+        "    k_cache.base[0] = 0\n    return _rotate(q, cos_sin, interleaved)",
     ),
     (
         "rope_kv_write",
         "clears slots of others",
-        "    return _rotate(q, cos_sin)",
-        "    np.nan_to_num(v_cache, copy=False)\n    return _rotate(q, cos_sin)",
+        "    return _rotate(q, cos_sin, interleaved)",
+        "    np.nan_to_num(v_cache, copy=False)\n    return _rotate(q, cos_sin, interleaved)",
     ),
     (
         "rope_kv_write",
         "last pair not turned",
-        "out[:, :, half:] += first * sin",
-        "out[:, :, half:-1] += (first * sin)[:, :, :-1]",
+        "out[:, :, seconds] += first * sin",
+        "out[:, :, seconds] += np.pad((first * sin)[:, :, :-1], ((0, 0), (0, 0), (0, 1)))",
     ),
+    ("rope_kv_write", "pairs always in halves", "if interleaved else", "if False else"),
+    ("rope_kv_write", "pairs always neighbours", "if interleaved else", "if True else"),
+    ("rope_kv_write", "pairs of k in halves", "_rotate(k, cos_sin, interleaved)", "_rotate(k, cos_sin, False)"),
     ("rope_kv_write", "cosine and sine swapped", "cos, sin = cos_sin", "sin, cos = cos_sin"),
+)
+KV_CACHE = mutants(
+    "kv_cache",
+    ("kv_cache_write", "keys for values", "[slot_mapping] = v", "[slot_mapping] = k"),
+    ("kv_cache_write", "in the slots of other tokens", "[slot_mapping] = k", "[slot_mapping[::-1]] = k"),
+    ("kv_cache_write", "last token lost", "[slot_mapping] = v", "[slot_mapping[:-1]] = v[:-1]"),
+)
+LAYERNORM = mutants(
+    "layernorm",
+    ("layernorm", "mean stays in", "x - x.mean(axis=-1, keepdims=True)", "x.copy()"),
+    ("layernorm", "eps missing", "variance + np.float32(eps)", "variance"),
+    (
+        "layernorm",
+        "eps outside the root",
+        "np.sqrt(variance + np.float32(eps))",
+        "(np.sqrt(variance) + np.float32(eps))",
+    ),
+    ("layernorm", "variance over one element less", "np.float32(x.shape[-1])", "np.float32(max(x.shape[-1] - 1, 1))"),
+    ("layernorm", "weight forgotten", "out *= weight", "pass"),
+    ("layernorm", "bias forgotten", "out += bias", "pass"),
+    ("layernorm", "heads share the first one's weight", "out *= weight", "out *= weight.reshape(-1, x.shape[-1])[0]"),
+    ("add_layernorm", "residual not added", "residual += x", "residual[...] = x"),
+    (
+        "add_layernorm",
+        "old residual returned",
+        "    residual += x\n    return layernorm(residual, weight, bias, eps), residual",
+        "    return layernorm(residual + x, weight, bias, eps), residual",
+    ),
 )
 RMSNORM = mutants(
     "rmsnorm",
@@ -186,6 +222,13 @@ ACTIVATION = mutants(
         "np.divide(np.float32(1), out, out=out)",
     ),
     ("gate_up_act", "steep gates cut", "np.float32(80.0)", "np.float32(8.0)"),
+    ("gate_up_act", "always silu", 'if activation != "silu":', "if False:"),
+    (
+        "gate_up_act",
+        "gate not multiplied by up",
+        "activation_named(activation)(gate) * up",
+        "activation_named(activation)(gate)",
+    ),
     ("gate_up_act", "NaN swallowed", "    return out", "    return np.nan_to_num(out)"),
     ("gate_up_act", "works on its input", "out: Float32 = np.negative(gate)", "out = np.negative(gate, out=gate)"),
 )
@@ -272,4 +315,4 @@ TEAM = mutants(
         "member.finish()\n        out[:, bounds[1]] = 0\n        return out",
     ),
 )
-MUTANTS = [*ATTENTION, *ROPE, *RMSNORM, *ACTIVATION, *LINEAR, *TEAM, *SAMPLING]
+MUTANTS = [*ATTENTION, *KV_CACHE, *ROPE, *LAYERNORM, *RMSNORM, *ACTIVATION, *LINEAR, *TEAM, *SAMPLING]

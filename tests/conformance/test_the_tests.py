@@ -90,8 +90,8 @@ def wrong_now_and_then() -> Callable[..., Any]:
     """Equal but for one bit in every second call."""
     calls = [0]
 
-    def gate_up_act(gate_up: Any) -> Any:
-        out = OPS.gate_up_act(gate_up)
+    def gate_up_act(gate_up: Any, activation: str) -> Any:
+        out = OPS.gate_up_act(gate_up, activation)
         calls[0] += 1
         out[:1, :1] = np.nextafter(out[:1, :1], np.float32(9)) if calls[0] % 2 else out[:1, :1]
         return out
@@ -99,21 +99,21 @@ def wrong_now_and_then() -> Callable[..., Any]:
     return gate_up_act
 
 
-def lucky(gate_up: Any) -> Any:
+def lucky(gate_up: Any, activation: str) -> Any:
     """Never writes its last row, which by luck holds the right numbers, unless the memory is poisoned."""
-    right = OPS.gate_up_act(gate_up)
+    right = OPS.gate_up_act(gate_up, activation)
     out = np.empty_like(right)
     out[: None if not np.isnan(out).all() else -1] = right[: None if not np.isnan(out).all() else -1]
     return out
 
 
-def one_row_short(gate_up: Any) -> Any:
-    return OPS.gate_up_act(gate_up)[:-1]
+def one_row_short(gate_up: Any, activation: str) -> Any:
+    return OPS.gate_up_act(gate_up, activation)[:-1]
 
 
-def nosy(gate_up: Any) -> Any:
+def nosy(gate_up: Any, activation: str) -> Any:
     """A rounding that depends on the rows around: within tolerance, but not the same bits."""
-    out = OPS.gate_up_act(gate_up)
+    out = OPS.gate_up_act(gate_up, activation)
     return np.nextafter(out, np.float32(9)) if gate_up.sum() > 0 else out
 
 
@@ -132,7 +132,7 @@ def test_a_broken_property_is_caught(gate_up_act: Callable[..., Any], problem: s
 
 
 def test_whatever_a_candidate_raises_is_its_failure() -> None:
-    def gate_up_act(gate_up: Any) -> Any:
+    def gate_up_act(gate_up: Any, activation: str) -> Any:
         raise MemoryError("no room")
 
     result = check(cases_of("activation", "odd")[0], replace(OPS, gate_up_act=gate_up_act))

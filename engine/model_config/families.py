@@ -7,6 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.model_config.fields import Fields
+from engine.model_config.moe import (
+    DEEPSEEK_V2_MOE,
+    MIXTRAL_MOE,
+    QWEN_MOE,
+    deepseek_v2_experts,
+    mixtral_experts,
+    qwen_experts,
+)
 
 # num_key_value_heads None: as many as num_attention_heads
 QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
@@ -18,7 +26,8 @@ class Family:
     neither there nor common to all families is not read. extra: the fields of ModelConfig that this family sets
     beyond those common to all, or instead of them; it may note problems in the fields. names: what the family calls
     a common key. activations: what hidden_act may be. rotates: whether it has a rotary embedding. part: the key of
-    the language model's config in a file that describes more.
+    the language model's config in a file that describes more. slides: (layer, max_window_layers) → whether a layer has
+    a window, where layer_types does not say it.
     """
 
     optional: Mapping[str, Any]
@@ -27,6 +36,7 @@ class Family:
     activations: tuple[str, ...] = ("silu",)
     rotates: bool = True
     part: str | None = None
+    slides: Callable[[int, int], bool] = lambda layer, first: layer >= first
 
 
 def _llama(fields: Fields) -> dict[str, Any]:
@@ -43,11 +53,50 @@ def _qwen3(fields: Fields) -> dict[str, Any]:
     return {"qkv_bias": bias, "o_bias": bias, "qk_norm": True}
 
 
+def _mixtral(fields: Fields) -> dict[str, Any]:
+    return {"moe": mixtral_experts(fields)}
+
+
+def _qwen2_moe(fields: Fields) -> dict[str, Any]:
+    return {"qkv_bias": fields.flag("qkv_bias"), "moe": qwen_experts(fields, shared_expert=True)}
+
+
+def _qwen3_moe(fields: Fields) -> dict[str, Any]:
+    return {**_qwen3(fields), "moe": qwen_experts(fields, shared_expert=False)}
+
+
+def _deepseek_moe(fields: Fields) -> dict[str, Any]:
+    bias = fields.flag("attention_bias")
+    return {"qkv_bias": bias, "o_bias": bias, "moe": deepseek_v2_experts(fields)}
+
+
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family({"num_key_value_heads": None, "attention_bias": False, "mlp_bias": False}, _llama),
     "MistralForCausalLM": Family({"num_key_value_heads": 8, "sliding_window": 4096}),
     "Qwen2ForCausalLM": Family({"num_key_value_heads": 32, **QWEN_WINDOW}, _qwen2),
     "Qwen3ForCausalLM": Family(
         {"num_key_value_heads": 32, "head_dim": 128, "attention_bias": False, **QWEN_WINDOW}, _qwen3
+    ),
+    "MixtralForCausalLM": Family(
+        {"num_key_value_heads": 8, "rope_theta": 1e6, "sliding_window": None, **MIXTRAL_MOE}, _mixtral
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        {"num_key_value_heads": 16, "qkv_bias": True, "num_experts_per_tok": 4, **QWEN_WINDOW, **QWEN_MOE},
+        _qwen2_moe,
+        slides=lambda layer, last: layer % 2 == 0 and layer < last,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        {
+            "num_key_value_heads": 4,
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "sliding_window": 4096,  # of all layers
+            "num_experts_per_tok": 8,
+            **QWEN_MOE,
+        },
+        _qwen3_moe,
+    ),
+    "DeepseekForCausalLM": Family(
+        {"num_key_value_heads": None, "attention_bias": False, **DEEPSEEK_V2_MOE}, _deepseek_moe
     ),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.api import SamplingParams
@@ -18,6 +18,10 @@ LARGEST = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 2**24),
     **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), 2**26),
     **dict.fromkeys(("model_max_length", "seq_length"), 2**26),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 1024),
+    **dict.fromkeys(("n_shared_experts", "n_group", "topk_group"), 1024),
+    **dict.fromkeys(("decoder_sparse_step", "moe_layer_freq", "first_k_dense_replace"), 4096),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 2**24),
     "sliding_window": 2**31,
 }
 LARGEST_NUMBER = 1e30  # any real constant is far below; infinity, NaN and integers too large for a float are not
@@ -143,11 +147,11 @@ class Fields:
             self.problem(f"{key} {outside[0]} is outside the vocabulary of {vocab_size} ids (0 to {vocab_size - 1})")
         return ids
 
-    def windows(self, n_layers: int) -> tuple[int | None, ...]:
+    def windows(self, n_layers: int, slides: Callable[[int, int], bool]) -> tuple[int | None, ...]:
         """The window of each layer.
 
         Mistral's is the same everywhere. Qwen's is off unless use_sliding_window is set, and then is that of the
-        layers that layer_types names (5.x form), or of those from max_window_layers on (4.x form).
+        layers that layer_types names (5.x form), or of those for which slides(layer, max_window_layers) (4.x form).
         """
         value = self.optional("sliding_window")
         is_off = "use_sliding_window" in self.defaults and not self.flag("use_sliding_window")
@@ -157,7 +161,7 @@ class Fields:
         layer_types = self.optional("layer_types")
         if layer_types is None:
             first = self.integer("max_window_layers", self.optional("max_window_layers") or 0, low=0)
-            return tuple(window if layer >= first else None for layer in range(n_layers))
+            return tuple(window if slides(layer, first) else None for layer in range(n_layers))
         known = isinstance(layer_types, list) and all(kind in LAYER_TYPES for kind in layer_types)
         if not known or len(layer_types) != n_layers:
             self.problem(f"layer_types must name one of {', '.join(LAYER_TYPES)} for each of {n_layers} layers")

@@ -56,7 +56,7 @@ def model_config_from_hf(config: dict[str, Any], generation_config: dict[str, An
         "rope": rope,
         "hidden_act": fields.activation(family.activations),
         "tie_word_embeddings": fields.flag("tie_word_embeddings"),
-        "windows": fields.windows(geometry["n_layers"]),
+        "windows": fields.windows(geometry["n_layers"], family.slides),
         "dtype": fields.dtype(),
         "bos_token_id": bos_token_ids[0] if bos_token_ids else None,
         "eos_token_ids": tuple(dict.fromkeys(eos_token_ids)),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from engine.config import ModelConfig
 from engine.models import llama
 from engine.models.model import Model
+from engine.models.moe import MIXTRAL, QWEN
 from engine.ops import OpTable
 from engine.weights import WeightMap, Weights
 
@@ -19,10 +21,15 @@ class Architecture:
 
 
 LLAMA = Architecture(llama.weight_map, llama.build)
+QWEN_MOE = Architecture(partial(llama.weight_map, names=QWEN), llama.build)
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": LLAMA,
     "Qwen2ForCausalLM": LLAMA,
     "Qwen3ForCausalLM": LLAMA,
+    "MixtralForCausalLM": Architecture(partial(llama.weight_map, names=MIXTRAL), llama.build),
+    "Qwen2MoeForCausalLM": QWEN_MOE,
+    "Qwen3MoeForCausalLM": QWEN_MOE,
+    "DeepseekForCausalLM": LLAMA,
 }

@@ -35,7 +35,13 @@ from ref.sampling import log_softmax
 
 Array = NDArray[Any]
 
-FAMILIES = ("qwen2", "qwen2_window", "qwen3", "qwen3_bias")  # of golden_families, those that the engine serves
+FAMILIES = (
+    "qwen2",
+    "qwen2_yarn",
+    "qwen2_window",
+    "qwen3",
+    "qwen3_bias",
+)  # of golden_families, those that the engine serves
 NUM_BLOCKS = (
     28  # the three prompts of `generate` fit with 2 + 6 + 18 and a spare one each, their ends (4 + 8 + 20) do not
 )

@@ -24,9 +24,21 @@ ROPES = {
     "dynamic": RopeConfig("dynamic", factor=2.0, original_max_position_embeddings=100),
     "llama3": RopeConfig("llama3", 5e5, 8.0, 1.0, 4.0, 8192),
     "llama3-factor32": RopeConfig("llama3", 5e5, 32.0, 1.0, 4.0, 8192),
+    "yarn-qwen": RopeConfig("yarn", 1e6, 4.0, original_max_position_embeddings=32768, attention_factor=1.1386),
+    "yarn-deepseek": RopeConfig("yarn", factor=40.0, original_max_position_embeddings=4096, beta_fast=24, beta_slow=2),
+    "yarn-untruncated": RopeConfig("yarn", factor=8.0, original_max_position_embeddings=2048, truncate=False),
+    "yarn-past-the-last": RopeConfig("yarn", 100.0, 8.0, original_max_position_embeddings=4096),
+    "yarn-step": RopeConfig("yarn", factor=8.0, original_max_position_embeddings=6),
+    "longrope": RopeConfig(
+        "longrope",
+        original_max_position_embeddings=100,
+        short_factor=tuple(1 + i / 64 for i in range(32)),
+        long_factor=tuple(1.5 + i for i in range(32)),
+        attention_factor=1.19,
+    ),
 }
-HEAD_DIMS = {"default": (2, 10, 64, 128), "llama3": (64, 128)}
-SEQ_LENS = {"dynamic": (1, 100, 101, 1000)}  # up to where scaling begins, and beyond
+HEAD_DIMS = {"default": (2, 10, 64, 128), "llama3": (64, 128), "yarn-deepseek": (8, 64, 128)}
+SEQ_LENS = dict.fromkeys(("dynamic", "longrope"), (1, 100, 101, 1000))  # up to where scaling begins, and beyond
 MAX_MODEL_LEN = 4096
 
 

@@ -118,11 +118,17 @@ def _prepare(weights: Weights, ops: OpTable) -> Weights:
 
 
 def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
-    """The context limit: what is asked for, if the checkpoint's positions reach that far."""
+    """The context limit: what is asked for, if the checkpoint's positions reach that far.
+
+    max_position_embeddings is the length before stretching with linear and dynamic, and that after it with llama3 and
+    longrope. With yarn both are met (Qwen: before, DeepSeek: after), so its own two numbers speak, as in vLLM.
+    """
     rope = model_config.rope
     limit = model_config.max_position_embeddings
     if rope.kind in ("linear", "dynamic"):
         limit = int(limit * rope.factor)
+    elif rope.kind == "yarn":
+        limit = int(rope.original_max_position_embeddings * rope.factor)
     asked = config.max_model_len
     if asked is None:
         return limit

@@ -18,7 +18,7 @@ Float64 = NDArray[np.float64]
 def inv_freq(rope: RopeConfig, head_dim: int, seq_len: int = 0) -> Float64:
     """Angle per position of each pair of dimensions, [head_dim/2] float64.
 
-    seq_len matters for kind "dynamic" only, beyond the length where scaling begins (see RopeTable.rope_len).
+    seq_len matters for the kinds "dynamic" and "longrope" only, beyond the original length (see RopeTable.rope_len).
     """
     theta = rope.theta
     if rope.kind == "dynamic" and seq_len > rope.original_max_position_embeddings:
@@ -29,6 +29,12 @@ def inv_freq(rope: RopeConfig, head_dim: int, seq_len: int = 0) -> Float64:
         return freq / rope.factor
     if rope.kind == "llama3":
         return _llama3(freq, rope)
+    if rope.kind == "yarn":
+        return _yarn(freq, rope)
+    if rope.kind == "longrope":
+        is_long = seq_len > rope.original_max_position_embeddings
+        factors = np.array(rope.long_factor if is_long else rope.short_factor, np.float64)
+        return freq / factors
     return freq
 
 
@@ -41,6 +47,24 @@ def _llama3(freq: Float64, rope: RopeConfig) -> Float64:
     return (1.0 - smooth) * freq / rope.factor + smooth * freq
 
 
+def _yarn(freq: Float64, rope: RopeConfig) -> Float64:
+    """Fast pairs stay, slow ones are stretched by factor, with a line in the pair's number between (Peng et al. 2023).
+
+    A pair makes more than beta_fast turns within the original length if it is fast, fewer than beta_slow if slow.
+    """
+    pairs_per_log = len(freq) / math.log(rope.theta)
+    length = rope.original_max_position_embeddings / (2.0 * math.pi)
+    low = pairs_per_log * math.log(length / rope.beta_fast)
+    high = pairs_per_log * math.log(length / rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0.0), min(high, 2.0 * len(freq) - 1.0)
+    width = high - low or 0.001
+    slow = np.clip((np.arange(len(freq)) - low) / width, 0.0, 1.0)
+    scaled: Float64 = freq * (1.0 - slow) + freq / rope.factor * slow
+    return scaled
+
+
 class RopeTable:
     """cos_sin rows by position, and by the length that a sequence chose its table with."""
 
@@ -51,9 +75,14 @@ class RopeTable:
         self._table = self._cos_sin(np.arange(max_model_len), self._inv_freq)
 
     def rope_len(self, num_prompt: int) -> int:
-        """The table of a sequence, chosen once by its prompt's length and kept through preemption; 0 = the usual."""
-        scaled = self._rope.kind == "dynamic" and num_prompt > self._rope.original_max_position_embeddings
-        return num_prompt if scaled else 0
+        """The table of a sequence, chosen once by its prompt's length and kept through preemption; 0 = the usual.
+
+        Prompts with the same number may share cached keys, so all that use longrope's long list have the same.
+        """
+        original = self._rope.original_max_position_embeddings
+        if num_prompt <= original:
+            return 0
+        return {"dynamic": num_prompt, "longrope": original + 1}.get(self._rope.kind, 0)
 
     def rows(self, positions: NDArray[np.int32], token_rope_lens: NDArray[np.int32]) -> NDArray[np.float32]:
         """cos_sin [num_tokens, head_dim] float32, cosines in the first half, for positions [num_tokens]."""

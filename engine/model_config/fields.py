@@ -50,7 +50,9 @@ class Fields:
         self.problems: list[str] = []
 
     def problem(self, text: str) -> None:
-        self.problems.append(self.prefix + text)
+        """Notes a problem, once however often it is met."""
+        if self.prefix + text not in self.problems:
+            self.problems.append(self.prefix + text)
 
     def name(self, key: str) -> str:
         """What the family calls a common key."""
@@ -83,7 +85,7 @@ class Fields:
         value, name = self.value(key) if within is None else within.get(key), name or self.name(key)
         if value is None:
             self.problem(f"{name} is missing")
-        elif isinstance(value, bool) or not isinstance(value, int | float):
+        elif not is_number(value):
             self.problem(f"{name} must be a number, found {value!r}")
         elif not 0 < value <= LARGEST_NUMBER:
             self.problem(f"{name} must be finite and above 0, found {value!r}")
@@ -207,3 +209,7 @@ class Fields:
 
 def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -37,7 +37,9 @@ def model_config_from_hf(config: dict[str, Any], generation_config: dict[str, An
     family = FAMILIES[architecture]
     fields = _fields(config, architecture, source)
     geometry: dict[str, Any] = fields.geometry()
-    rope = read_rope(fields, geometry["max_position_embeddings"]) if family.rotates else RopeConfig("none")
+    rope = RopeConfig("none")
+    if family.rotates:
+        rope = read_rope(fields, geometry["max_position_embeddings"], geometry["head_dim"])
     if family.rotates and geometry["head_dim"] % 2:
         name = fields.name("head_dim")
         fields.problem(f"{name} is {geometry['head_dim']}; rotary position embedding needs an even one")
@@ -92,6 +94,8 @@ def summary(config: ModelConfig) -> str:
         text += f", factor {rope.factor:g}"
     if rope.original_max_position_embeddings:
         text += f", original length {rope.original_max_position_embeddings}"
+    if rope.kind == "longrope":
+        text += " (prompts up to it use the short factors, longer ones the long factors)"
     return text + f", limit {config.max_position_embeddings}"
 
 

@@ -138,7 +138,7 @@ def test_ldr_08_equal_meanings_give_the_same_table():
     [
         ({"type": "linear", "rope_type": "dynamic", "factor": 2.0}, "rope type is 'linear' but rope_type is 'dynamic'"),
         ({"rope_type": "made_up", "factor": 2.0}, "'made_up' is not supported; supported are default, linear"),
-        ({"rope_type": "yarn", "factor": 2.0}, "'yarn' is not supported"),
+        ({"rope_type": "mrope", "factor": 2.0}, "'mrope' is not supported"),
         ({"type": "linear"}, "factor of rope_type 'linear' is missing"),
         ({"type": "linear", "factor": None}, "factor of rope_type 'linear' is missing"),
         ({"type": "linear", "factor": "4"}, "factor of rope_type 'linear' must be a number, found '4'"),

@@ -16,7 +16,17 @@ def test_a_dynamic_table_is_chosen_by_the_prompts_length(num_prompt: int, rope_l
     assert RopeTable(DYNAMIC, HEAD_DIM, 128).rope_len(num_prompt) == rope_len
 
 
-@pytest.mark.parametrize("kind", ["default", "linear", "llama3"])
+@pytest.mark.parametrize(("num_prompt", "rope_len"), [(1, 0), (32, 0), (33, 33), (34, 33), (100, 33)])
+def test_longrope_has_a_table_for_short_prompts_and_one_for_all_long_ones(num_prompt: int, rope_len: int) -> None:
+    """KRN-10: the prompt's length decides; long prompts of any length share their cached keys."""
+    rope = RopeConfig("longrope", original_max_position_embeddings=32, short_factor=(1.0,) * 4, long_factor=(2.0,) * 4)
+    table = RopeTable(rope, HEAD_DIM, 128)
+    assert table.rope_len(num_prompt) == rope_len
+    row = table.rows(np.array([6], np.int32), np.array([rope_len], np.int32))[0]
+    assert row[0] == pytest.approx(np.cos(3.0 if rope_len else 6.0), abs=2**-24)
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
 def test_other_kinds_have_one_table(kind: str) -> None:
     rope = RopeConfig(kind, 10000.0, 2.0, original_max_position_embeddings=32)  # type: ignore[arg-type]
     assert RopeTable(rope, HEAD_DIM, 128).rope_len(100) == 0

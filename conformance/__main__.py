@@ -1,6 +1,8 @@
 """Runs the cases of a target and prints a line a case:
 
 python -m conformance --target golden|cpu|host|gpu [--op STEM] [--case NAME] [--seed N] [--json FILE]
+python -m conformance --exercises                       lists the exercises of ref/EXERCISES.md
+python -m conformance --exercise N --impl FILE.py:function [--case NAME] [--seed N]
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 
 from conformance.case import Case, Result
 from conformance.check import check
+from conformance.exercises import exercise_lines, list_lines, task_lines
 from conformance.suite import NO_KERNELS, TARGETS, cases, rerun_command, target_ops
 from engine.ops import OpTable
 
@@ -26,6 +29,8 @@ SOURCES = {"cpu": ("engine/cpu", "engine/models", "engine", "ref"), "golden": ("
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, 1 if a case failed, 2 if there was nothing to run."""
     args = _parse(arguments)
+    if args.exercises or args.exercise is not None:
+        return _exercise(args)
     if args.target in NO_KERNELS:
         print(f"python -m conformance: --target {args.target}: {NO_KERNELS[args.target]}", file=sys.stderr)
         return 2
@@ -51,12 +56,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m conformance", description="Kernels and their twins against ref.")
-    parser.add_argument("--target", choices=TARGETS, required=True)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--target", choices=TARGETS)
+    what.add_argument("--exercises", action="store_true", help="list the twelve exercises of ref/EXERCISES.md")
+    what.add_argument(
+        "--exercise", type=int, metavar="N", help="check a solution of exercise N; without --impl, its task"
+    )
+    parser.add_argument("--impl", metavar="FILE.py:function", help="the solution; module:function will do too")
     parser.add_argument("--op", metavar="STEM", help="only cases of this stem, such as attention")
     parser.add_argument("--case", metavar="NAME", help="only the case of this name")
     parser.add_argument("--seed", type=int, default=0, help="of the inputs (default 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     return parser.parse_args(arguments)
+
+
+def _exercise(args: argparse.Namespace) -> int:
+    """Lists the exercises, prints the task of one, or checks a solution."""
+    try:
+        if args.exercises:
+            lines = list_lines()
+        elif args.impl is None:
+            lines = task_lines(args.exercise)
+        else:
+            last = ""
+            for last in exercise_lines(args.exercise, args.impl, args.case, args.seed):
+                print(last, flush=True)
+            return 0 if last.endswith(" 0 failed") else 1
+    except ValueError as error:
+        print(f"python -m conformance: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(lines))
+    return 0
 
 
 def _choose(found: Sequence[Case], stem: str | None, name: str | None) -> list[Case]:

@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 
 from conformance.golden_models import llama_config, llama_tensors, rand_model, write_safetensors
-from ref.checkpoint import read_checkpoint, read_safetensors
+from ref.checkpoint import BF16, is_float, read_checkpoint, read_safetensors, widen
 from ref.numerics import round_to
 
 SMALL: dict[str, Any] = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -30,6 +30,20 @@ def test_float64_is_exact(tmp_path: Path) -> None:
     x = np.array([1.1, np.pi])
     safetensors.numpy.save_file({"x": x}, tmp_path / "model.safetensors")
     np.testing.assert_array_equal(read_checkpoint(tmp_path, np.float64)["x"], x)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_tensors_as_stored_are_views_of_the_file(tmp_path: Path, dtype: str) -> None:
+    folder = rand_model(tmp_path, dtype=dtype, **SMALL)
+    stored, read = read_checkpoint(folder, None), read_checkpoint(folder, np.float64)
+    for name, tensor in stored.items():
+        assert tensor.dtype == (BF16 if dtype == "bfloat16" else np.dtype(dtype))
+        assert is_float(tensor)
+        assert not tensor.flags.owndata
+        assert not tensor.flags.writeable
+        np.testing.assert_array_equal(widen(tensor, np.float64), read[name])
+        assert widen(tensor).dtype == (np.float32 if dtype == "bfloat16" else tensor.dtype)
+    assert not is_float(np.zeros(1, np.uint8))
 
 
 def test_shards_hold_the_same_as_one_file(tmp_path: Path) -> None:

@@ -4,13 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from conformance.golden_models import llama_config, llama_tensors
 from ref import __main__ as command
-from ref.config import parse_config
+from ref.config import parse_config, read_config
+from ref.generate import generate
 from ref.model.llama import llama
+from ref.model.registry import forward
+from ref.numerics import relative_error
 from ref.quant.awq import awq_pack
 from ref.quant.compressed_tensors import ct_pack
 from ref.quant.fp8 import fp8_decode, fp8_quantize
@@ -18,6 +22,7 @@ from ref.quant.fp8_block import fp8_block_dequantize, fp8_block_quantize
 from ref.quant.gptq import gptq_pack
 from ref.quant.groups import grouped_dequantize, grouped_quantize, grouped_round
 from ref.quant.int8 import int8_quantize
+from ref.quant.scheme import KEEP_BYTES, read_weights
 from tests.ref.quant.test_scheme import write_folder
 
 SMALL: dict[str, Any] = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
@@ -84,6 +89,65 @@ def test_logits_are_those_of_the_decoded_weights(name: str, tmp_path: Path) -> N
     expected = llama(parse_config(llama_config(**SMALL)), decoded, [1, 2, 3])
     with np.load(out) as file:
         np.testing.assert_array_equal(file["logits"], expected.astype(np.float32))
+
+
+def as_quantized(x: np.ndarray, name: str) -> np.ndarray:
+    """The activations that the format's kernel multiplies: 8 bits a number and a scale a token, or a token and 128."""
+    if name not in ("ct_int8", "ct_fp8", "deepseek"):
+        return x
+    size = 128 if name == "deepseek" else x.shape[1]
+    parts = []
+    for start in range(0, x.shape[1], size):
+        part = x[:, start : start + size]
+        step = np.abs(part).max(axis=1, keepdims=True) / (127 if name == "ct_int8" else 448)
+        codes = np.rint(part / step) if name == "ct_int8" else (part / step).astype(ml_dtypes.float8_e4m3fn)
+        parts.append(codes.astype(np.float64) * step)
+    return np.concatenate(parts, axis=1)
+
+
+@pytest.mark.parametrize("keep_bytes", [0, KEEP_BYTES])
+@pytest.mark.parametrize("name", FORMATS)
+def test_format_multiplies_what_the_kernel_would(name: str, keep_bytes: int, tmp_path: Path) -> None:
+    """Each layer's own input, rounded here, times the decoded weight. Only the order of sums is another."""
+    folder, decoded = quantized_folder(tmp_path / "model", name)
+    weights = read_weights(folder, np.float64, activations="format", keep_bytes=keep_bytes)
+    seen: dict[str, np.ndarray] = {}
+    forward(read_config(folder), weights, [1, 2, 3], trace=seen.__setitem__)
+    inputs = {
+        "self_attn.q_proj": "input_layernorm",
+        "self_attn.o_proj": "self_attn.attention",
+        "mlp.up_proj": "post_attention_layernorm",
+        "mlp.down_proj": "mlp.gate_up_act",
+    }
+    for module, before in inputs.items():
+        x = seen[f"layers.0.{before}"].reshape(3, -1)
+        expected = as_quantized(x, name) @ decoded[f"model.layers.0.{module}.weight"].T
+        np.testing.assert_allclose(seen[f"layers.0.{module}"], expected, rtol=0, atol=1e-9)
+    assert relative_error(as_quantized(x, name), x) == pytest.approx(0, abs=0.04)
+    logits = seen["norm"] @ decoded["lm_head.weight"].T  # not quantized here
+    np.testing.assert_allclose(seen["logits"], logits, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_command_runs_a_format(name: str, tmp_path: Path) -> None:
+    folder, _ = quantized_folder(tmp_path / "model", name)
+    found = {}
+    for how in ("float", "format"):
+        out = tmp_path / f"{how}.npz"
+        arguments = ["--ids", "1,2,3", "--trace", "--layers", str(out), "--activations", how]
+        assert command.main(["--model", str(folder), *arguments]) == 0
+        with np.load(out) as file:
+            found[how] = dict(file)
+    differs = relative_error(found["format"]["logits"], found["float"]["logits"])
+    assert differs < 0.2
+    assert (differs > 1e-3) == (name in ("ct_int8", "ct_fp8", "deepseek"))
+
+
+def test_generation_reads_stored_weights(tmp_path: Path) -> None:
+    folder, _ = quantized_folder(tmp_path / "model", "ct_int8")
+    config = read_config(folder)
+    kept, left = (read_weights(folder, activations="format", keep_bytes=n) for n in (KEEP_BYTES, 0))
+    assert generate(config, left, [1, 2, 3], 8) == generate(config, kept, [1, 2, 3], 8)
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
 Float32 = NDArray[np.float32]
 Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
 
 QUERY_TILE = 128  # rows of scores held at once: bounds memory at QUERY_TILE · n_heads/n_kv_heads · seq_len floats
 DECODE_TILE = 32768  # tokens whose keys and values are gathered at once; a sequence that is longer is a tile of its own
@@ -26,18 +29,24 @@ def attention_decode(
     Sequences are padded to the longest of a group; groups are formed by powers of two of the length, so padding
     at most doubles the work, and cut into tiles, as many sequences may share the blocks of one long prompt.
     """
+    out = np.empty((*q.shape[:2], v_cache.shape[3]), np.float32)
+    for rows in decode_groups(seq_lens, k_cache.shape[1]):
+        k, v = (gather(cache, block_table[rows], seq_lens[rows]) for cache in (k_cache, v_cache))
+        out[rows] = attend_padded(q[rows], k, v, seq_lens[rows], sm_scale, window)
+    return out
+
+
+def decode_groups(seq_lens: Int32, block_size: int) -> Iterator[Int64 | slice]:
+    """Rows whose sequences are padded to the same length, all rows once; a slice where one group has them all."""
     bucket = np.frexp(seq_lens.astype(np.float64))[1]
-    block_size = k_cache.shape[1]
     if bucket.min() == bucket.max() and len(seq_lens) * _padded(seq_lens, block_size) <= DECODE_TILE:
-        return _decode_group(q, k_cache, v_cache, block_table, seq_lens, sm_scale, window)
-    out = np.empty_like(q)
+        yield slice(None)
+        return
     for size in np.unique(bucket):
         group = np.flatnonzero(bucket == size)
         num_rows = max(1, DECODE_TILE // _padded(seq_lens[group], block_size))
         for start in range(0, len(group), num_rows):
-            rows = group[start : start + num_rows]
-            out[rows] = _decode_group(q[rows], k_cache, v_cache, block_table[rows], seq_lens[rows], sm_scale, window)
-    return out
+            yield group[start : start + num_rows]
 
 
 def _padded(seq_lens: Int32, block_size: int) -> int:
@@ -45,21 +54,27 @@ def _padded(seq_lens: Int32, block_size: int) -> int:
     return -(-int(seq_lens.max()) // block_size) * block_size
 
 
-def _decode_group(
-    q: Float32,
-    k_cache: Float32,
-    v_cache: Float32,
-    block_table: Int32,
-    seq_lens: Int32,
-    sm_scale: float,
-    window: int | None,
-) -> Float32:
-    num_seqs, n_heads, head_dim = q.shape
-    block_size, n_kv_heads = k_cache.shape[1:3]
+def gather(cache: Float32, block_table: Int32, seq_lens: Int32) -> Float32:
+    """A copy of what a cache [num_blocks, block_size, …] holds of sequences, [num_seqs, longest, …].
+
+    What lies behind a sequence that is shorter than the longest may be anything.
+    """
     longest = int(seq_lens.max())
-    blocks = np.maximum(block_table[:, : -(-longest // block_size)], 0)
-    k = k_cache[blocks].reshape(num_seqs, -1, n_kv_heads, head_dim)[:, :longest]
-    v = v_cache[blocks].reshape(num_seqs, -1, n_kv_heads, head_dim)[:, :longest]
+    blocks = np.maximum(block_table[:, : -(-longest // cache.shape[1])], 0)
+    gathered: Float32 = cache[blocks].reshape(len(seq_lens), -1, *cache.shape[2:])[:, :longest]
+    return gathered
+
+
+def attend_padded(
+    q: Float32, k: Float32, v: Float32, seq_lens: Int32, sm_scale: float, window: int | None = None
+) -> Float32:
+    """One query a sequence over its gathered keys, [num_seqs, n_heads, v's head_dim].
+
+    q [num_seqs, n_heads, head_dim]; k [num_seqs, longest, n_kv_heads, head_dim]; v as k, but for its head_dim; what
+    v has behind a sequence is overwritten.
+    """
+    num_seqs, n_heads, head_dim = q.shape
+    longest, n_kv_heads = k.shape[1:3]
     place = np.arange(longest, dtype=np.int32)
     hidden = place >= seq_lens[:, None]
     if window is not None:
@@ -73,7 +88,7 @@ def _decode_group(
         np.copyto(scores, np.float32(-np.inf), where=hidden[:, None, None, :])
     _softmax_in_place(scores)
     out: Float32 = scores @ v.transpose(0, 2, 1, 3)
-    return out.reshape(num_seqs, n_heads, head_dim)
+    return out.reshape(num_seqs, n_heads, v.shape[3])
 
 
 def attention_prefill(
@@ -102,12 +117,17 @@ def attention_prefill(
         for start in range(ends[row], ends[row + 1], QUERY_TILE):
             end = min(start + QUERY_TILE, ends[row + 1])
             position = first + start - ends[row]
-            out[start:end] = _prefill_tile(q[start:end], k, v, position, sm_scale, window)
+            out[start:end] = prefill_tile(q[start:end], k, v, position, sm_scale, window)
     return out
 
 
-def _prefill_tile(q: Float32, k: Float32, v: Float32, position: int, sm_scale: float, window: int | None) -> Float32:
-    """Queries at position, position + 1, … of one sequence; k and v are [n_kv_heads, seq_len, head_dim]."""
+def prefill_tile(
+    q: Float32, k: Float32, v: Float32, position: int, sm_scale: float, window: int | None = None
+) -> Float32:
+    """Queries at position, position + 1, … of one sequence, [num_rows, n_heads, v's head_dim].
+
+    q [num_rows, n_heads, head_dim]; k [n_kv_heads, seq_len, head_dim]; v as k, but for its head_dim.
+    """
     num_rows, n_heads, head_dim = q.shape
     n_kv_heads = k.shape[0]
     low = 0 if window is None else max(0, position - window + 1)
@@ -118,14 +138,14 @@ def _prefill_tile(q: Float32, k: Float32, v: Float32, position: int, sm_scale: f
     hidden = key_place > query_place
     if window is not None:
         hidden |= key_place <= query_place - window
-    out = np.empty_like(heads)
+    out = np.empty((*heads.shape[:3], v.shape[2]), np.float32)
     for kv_head in range(n_kv_heads):
         rows = heads[:, kv_head].reshape(-1, head_dim)  # [num_rows · n_rep, head_dim]
         scores: Float32 = (rows @ k[kv_head, low:high].T).reshape(num_rows, -1, high - low)
         np.copyto(scores, np.float32(-np.inf), where=hidden[:, None, :])
         _softmax_in_place(scores)
-        out[:, kv_head] = (scores.reshape(len(rows), -1) @ v[kv_head, low:high]).reshape(num_rows, -1, head_dim)
-    return out.reshape(num_rows, n_heads, head_dim)
+        out[:, kv_head] = (scores.reshape(len(rows), -1) @ v[kv_head, low:high]).reshape(num_rows, -1, v.shape[2])
+    return out.reshape(num_rows, n_heads, v.shape[2])
 
 
 def _softmax_in_place(scores: Float32) -> None:

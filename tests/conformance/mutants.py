@@ -55,15 +55,14 @@ ATTENTION = mutants(
     (
         "attention_decode",
         "last block lost",
-        ")[:, :longest]\n    place = np.arange(longest",
-        ")[:, : (longest - 1) // block_size * block_size or longest]\n"
-        "    k, longest = k[:, : v.shape[1]], v.shape[1]\n    place = np.arange(longest",
+        "*cache.shape[2:])[:, :longest]",
+        "*cache.shape[2:])[:, : (longest - 1) // cache.shape[1] * cache.shape[1] or longest]",
     ),
     (
         "attention_decode",
         "blocks in order of number",
-        "np.maximum(block_table[:, : -(-longest // block_size)], 0)",
-        "np.sort(np.maximum(block_table[:, : -(-longest // block_size)], 0))",
+        "np.maximum(block_table[:, : -(-longest // cache.shape[1])], 0)",
+        "np.sort(np.maximum(block_table[:, : -(-longest // cache.shape[1])], 0))",
     ),
     ("attention_decode", "groups put back in reverse", "out[rows] =", "out[rows[::-1]] ="),
     (

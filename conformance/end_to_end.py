@@ -41,6 +41,10 @@ FAMILIES = (
     "qwen2_window",
     "qwen3",
     "qwen3_bias",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_moe",
 )  # of golden_families, those that the engine serves
 NUM_BLOCKS = (
     28  # the three prompts of `generate` fit with 2 + 6 + 18 and a spare one each, their ends (4 + 8 + 20) do not

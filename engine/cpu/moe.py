@@ -45,7 +45,7 @@ def moe_mlp(
         own = rows[offsets[expert] : offsets[expert + 1]]
         activated = gate_up_act(team.matmul(x[own // top_k], gate_up_t[expert]))
         terms[own] = team.matmul(activated, down_t[expert]) * scales[own]
-    out: Float32 = terms.reshape(num_tokens, top_k, -1).sum(axis=1)
+    out: Float32 = terms.reshape(num_tokens, top_k, down_proj.out_features).sum(axis=1)
     return out
 
 

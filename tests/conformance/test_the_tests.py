@@ -22,10 +22,13 @@ from engine.cpu import linear
 from engine.cpu.team import Team
 from engine.models.registry import Architecture
 from engine.ops import OpTable
+from tests.conformance.moe_mutants import MOE_MUTANTS
 from tests.conformance.mutants import MUTANTS, Mutant
 
 CPU = cases("cpu")
 OPS = target_ops("cpu")
+ALL_MUTANTS = [*MUTANTS, *MOE_MUTANTS]
+REF_OPS = ("moe_routing",)  # stems of which the CPU's op table holds ref itself; the cases must catch their faults too
 
 
 def mutated(module: str, old: str, new: str) -> types.ModuleType:
@@ -41,7 +44,11 @@ def mutated(module: str, old: str, new: str) -> types.ModuleType:
 
 def table_of(mutant: Mutant) -> OpTable:
     """The CPU's op table with the mutant in it."""
-    module = mutated(f"engine.cpu.{mutant.stem}", mutant.old, mutant.new)
+    package = "ref" if mutant.stem in REF_OPS else "engine.cpu"
+    module = mutated(f"{package}.{mutant.stem}", mutant.old, mutant.new)
+    if mutant.stem == "moe":
+        team = Team(CPU_THREADS)
+        return replace(OPS, **{op: partial(getattr(module, op), team=team) for op in mutant.ops})
     if mutant.stem == "team":
         return replace(OPS, linear=partial(linear.linear, team=module.Team(CPU_THREADS)))
     if mutant.stem == "linear":
@@ -73,7 +80,7 @@ def cases_of(stem: str, prefix: str = "") -> list[Case]:
     return found
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.stem}: {mutant.fault} ({mutant.ops[0]})")
+@pytest.mark.parametrize("mutant", ALL_MUTANTS, ids=lambda mutant: f"{mutant.stem}: {mutant.fault} ({mutant.ops[0]})")
 def test_a_planted_fault_is_caught(mutant: Mutant) -> None:
     prefix = mutant.ops[0].removeprefix("attention_") if mutant.stem in ("attention", "sampling") else ""
     stem = "linear" if mutant.stem == "team" else mutant.stem
@@ -82,7 +89,7 @@ def test_a_planted_fault_is_caught(mutant: Mutant) -> None:
 
 def test_there_are_enough_mutants_and_each_twin_has_some() -> None:
     stems = {file.stem for file in Path(import_module("engine.cpu").__file__ or "").parent.glob("[!_]*.py")}
-    assert {mutant.stem for mutant in MUTANTS} == stems
+    assert {mutant.stem for mutant in ALL_MUTANTS} == stems | set(REF_OPS)
     assert len(MUTANTS) >= 12
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from conformance.case import Case, Inputs, Outputs
 from engine.config import RopeConfig
 from engine.ops import OpTable
 from engine.rope_table import RopeTable, inv_freq
+from ref.model.qwen1 import ntk_alpha
 from ref.rope import rope_cos_sin, rope_inv_freq
 
 Array = NDArray[Any]
@@ -22,6 +23,7 @@ ROPES = {
     "base-1e6": RopeConfig(theta=1e6),
     "linear": RopeConfig("linear", factor=4.0),
     "dynamic": RopeConfig("dynamic", factor=2.0, original_max_position_embeddings=100),
+    "ntk_alpha": RopeConfig("ntk_alpha", original_max_position_embeddings=100),
     "llama3": RopeConfig("llama3", 5e5, 8.0, 1.0, 4.0, 8192),
     "llama3-factor32": RopeConfig("llama3", 5e5, 32.0, 1.0, 4.0, 8192),
     "yarn-qwen": RopeConfig("yarn", 1e6, 4.0, original_max_position_embeddings=32768, attention_factor=1.1386),
@@ -38,13 +40,24 @@ ROPES = {
     ),
 }
 HEAD_DIMS = {"default": (2, 10, 64, 128), "llama3": (64, 128), "yarn-deepseek": (8, 64, 128)}
-SEQ_LENS = dict.fromkeys(("dynamic", "longrope"), (1, 100, 101, 1000))  # up to where scaling begins, and beyond
+SEQ_LENS = {  # up to where scaling begins, and beyond
+    **dict.fromkeys(("dynamic", "longrope"), (1, 100, 101, 1000)),
+    "ntk_alpha": (1, 100, 101, 200, 201),
+}
 MAX_MODEL_LEN = 4096
 
 
 def frequency_arguments(rope: RopeConfig) -> dict[str, Any]:
     """The arguments of ref.rope.rope_inv_freq; attention_factor is one of rope_cos_sin."""
     return {key: value for key, value in asdict(rope).items() if key != "attention_factor"}
+
+
+def frequencies(rope: RopeConfig, head_dim: int, seq_len: int) -> NDArray[np.float64]:
+    """inv_freq by ref, where Qwen 1 brings a rule of its own for the base."""
+    if rope.kind == "ntk_alpha":
+        growth = ntk_alpha(seq_len, rope.original_max_position_embeddings) ** (head_dim / (head_dim - 2))
+        rope = replace(rope, kind="default", theta=rope.theta * growth)
+    return rope_inv_freq(**frequency_arguments(rope), head_dim=head_dim, seq_len=seq_len)
 
 
 def cases() -> list[Case]:
@@ -65,9 +78,7 @@ def _angles(name: str, rope: RopeConfig, head_dim: int, seq_len: int) -> Case:
         name=f"angles-{name}-dim{head_dim}" + (f"-len{seq_len}" if seq_len else ""),
         axes=axes,
         make_inputs=lambda seed: dict(axes),
-        reference=lambda rope, head_dim, seq_len: {
-            "inv_freq": rope_inv_freq(**frequency_arguments(rope), head_dim=head_dim, seq_len=seq_len)
-        },
+        reference=lambda rope, head_dim, seq_len: {"inv_freq": frequencies(rope, head_dim, seq_len)},
         candidate=lambda ops, rope, head_dim, seq_len: {"inv_freq": inv_freq(rope, head_dim, seq_len)},
         storage="float64",
     )
@@ -96,10 +107,9 @@ def _row_inputs(seed: int, rope: RopeConfig, head_dim: int, num_tokens: int) -> 
 
 def _row_reference(rope: RopeConfig, head_dim: int, positions: Array, num_prompts: Array) -> Outputs:
     """Every token by itself, with the table that its sequence's prompt chose."""
-    arguments = frequency_arguments(rope)
     rows = []
     for i, n in enumerate(num_prompts):
-        freq = rope_inv_freq(**arguments, head_dim=head_dim, seq_len=int(n))
+        freq = frequencies(rope, head_dim, int(n))
         rows.append(rope_cos_sin(freq, positions[i : i + 1], rope.attention_factor))
     return {"cos_sin": np.concatenate(rows)}
 

@@ -18,9 +18,13 @@ Float64 = NDArray[np.float64]
 def inv_freq(rope: RopeConfig, head_dim: int, seq_len: int = 0) -> Float64:
     """Angle per position of each pair of dimensions, [head_dim/2] float64.
 
-    seq_len matters for the kinds "dynamic" and "longrope" only, beyond the original length (see RopeTable.rope_len).
+    seq_len matters for the kinds "dynamic", "ntk_alpha" and "longrope" only, beyond the original length (see
+    RopeTable.rope_len).
     """
     theta = rope.theta
+    if rope.kind == "ntk_alpha" and seq_len > rope.original_max_position_embeddings:  # ref.model.qwen1.ntk_alpha
+        alpha = 2.0 ** (_doublings(rope, seq_len) + 1) - 1.0
+        theta *= alpha ** (head_dim / (head_dim - 2))
     if rope.kind == "dynamic" and seq_len > rope.original_max_position_embeddings:
         growth = rope.factor * seq_len / rope.original_max_position_embeddings - (rope.factor - 1.0)
         theta *= growth ** (head_dim / (head_dim - 2))
@@ -36,6 +40,11 @@ def inv_freq(rope: RopeConfig, head_dim: int, seq_len: int = 0) -> Float64:
         factors = np.array(rope.long_factor if is_long else rope.short_factor, np.float64)
         return freq / factors
     return freq
+
+
+def _doublings(rope: RopeConfig, seq_len: int) -> int:
+    """How often the original length must be doubled until it holds seq_len tokens."""
+    return math.ceil(math.log2(seq_len / rope.original_max_position_embeddings))
 
 
 def _llama3(freq: Float64, rope: RopeConfig) -> Float64:
@@ -77,11 +86,14 @@ class RopeTable:
     def rope_len(self, num_prompt: int) -> int:
         """The table of a sequence, chosen once by its prompt's length and kept through preemption; 0 = the usual.
 
-        Prompts with the same number may share cached keys, so all that use longrope's long list have the same.
+        Prompts with the same number may share cached keys, so all that use longrope's long list have the same, and
+        with ntk_alpha all that need as many doublings.
         """
         original = self._rope.original_max_position_embeddings
         if num_prompt <= original:
             return 0
+        if self._rope.kind == "ntk_alpha":
+            return original << _doublings(self._rope, num_prompt)
         return {"dynamic": num_prompt, "longrope": original + 1}.get(self._rope.kind, 0)
 
     def rows(self, positions: NDArray[np.int32], token_rope_lens: NDArray[np.int32]) -> NDArray[np.float32]:

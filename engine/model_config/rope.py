@@ -37,7 +37,7 @@ def read_rope(fields: Fields, max_position_embeddings: int, rotary_dim: int) -> 
     """
     values = _rope_values(fields)
     if (rotated := values.pop("partial_rotary_factor")) not in (None, 1):
-        fields.problem(f"partial_rotary_factor {rotated!r} is not supported; only 1 is")
+        fields.problem(f"{fields.name('partial_rotary_factor')} {rotated!r} is not supported; only 1 is")
     kinds = {str(values[key]) for key in ("type", "rope_type") if values.get(key) is not None}
     if len(kinds) > 1:
         fields.problem(f"rope type is {values['type']!r} but rope_type is {values['rope_type']!r}")
@@ -53,8 +53,9 @@ def read_rope(fields: Fields, max_position_embeddings: int, rotary_dim: int) -> 
     known = {*ROPE_NUMBERS[kind], *ROPE_OPTIONS.get(kind, ()), "finetuned", ROPE_LENGTH}
     if unknown := settings - known:
         fields.problem(f"rope_type {kind!r} does not take {', '.join(sorted(unknown))}")
-    # Llama 1 and 2 have no rope_theta at all; the base of their paper is everybody's default
-    theta = 10000.0 if values.get("rope_theta") is None else fields.number("rope_theta", values)
+    if values.get("rope_theta") is None:  # Llama 1 and 2 have none at all; the base of their paper is the usual default
+        values["rope_theta"] = fields.defaults.get("rope_theta", 10000.0)
+    theta = fields.number("rope_theta", values, fields.name("rope_theta"))
     numbers: dict[str, Any] = {key: _number(fields, values, key, kind) for key in ROPE_NUMBERS[kind]}
     original = max_position_embeddings if kind == "dynamic" else 0
     if kind in NEEDS_LENGTH:
@@ -153,7 +154,7 @@ def _rope_values(fields: Fields) -> dict[str, Any]:
 
     Phi and its kin have the original length beside the table instead of in it.
     """
-    merged = {key: fields.values.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    merged = {key: fields.values.get(fields.name(key)) for key in ("rope_theta", "partial_rotary_factor")}
     groups = {group: fields.values.get(group) or {} for group in ("rope_scaling", "rope_parameters")}
     if any(groups.values()) and fields.values.get(ROPE_LENGTH) is not None:
         merged[ROPE_LENGTH] = fields.values[ROPE_LENGTH]

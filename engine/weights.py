@@ -19,7 +19,8 @@ class LinearSpec:
 
     dest "layers.0.qkv_proj" with parts ("model.layers.0.self_attn.q_proj", 576), (…k_proj, 192), (…v_proj, 192)
     reads three modules into one [960, in_features] weight. With n_experts the names of parts hold "{expert}", and
-    the weights of all experts are stacked: [n_experts, out_features, in_features].
+    the weights of all experts are stacked: [n_experts, out_features, in_features]. transposed: the checkpoint has
+    [in_features, out_features].
     """
 
     dest: str
@@ -27,6 +28,7 @@ class LinearSpec:
     in_features: int
     bias: bool = False
     n_experts: int = 0
+    transposed: bool = False
 
     @property
     def out_features(self) -> int:

@@ -101,7 +101,7 @@ def load_weights(
     hidden = None if progress else True  # None: hidden unless standard error is a terminal
     with tqdm(total=num_bytes, desc="loading", unit="B", unit_scale=True, disable=hidden) as bar:
         for copy in copies:
-            read_into(tensors[copy.name], copy.target)
+            _read(tensors[copy.name], copy.target)
             bar.update(tensors[copy.name].num_bytes)
     logger.info(
         "loaded %d tensors from %s: %d MB read in %.1f s, %d MB of weights, %d tensors ignored",
@@ -113,7 +113,7 @@ def load_weights(
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """The tensor of this name fills target, a C-contiguous part of an array."""
+    """The tensor of this name fills target, a C-contiguous part of an array, or such a part seen transposed."""
 
     name: str
     target: Floats
@@ -125,7 +125,8 @@ def _wanted(weight_map: WeightMap) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield array.name, array.shape
     for linear in weight_map.linears:
         for module, _, rows in linear.modules():
-            yield f"{module}.weight", (rows.stop - rows.start, linear.in_features)
+            shape = (rows.stop - rows.start, linear.in_features)
+            yield f"{module}.weight", shape[::-1] if linear.transposed else shape
             if linear.bias:
                 yield f"{module}.bias", (rows.stop - rows.start,)
 
@@ -194,13 +195,22 @@ def _allocate_all(weight_map: WeightMap) -> tuple[Weights, list[_Copy]]:
         bias = np.empty((*stack, linear.out_features), np.float32) if linear.bias else None
         for module, expert, rows in linear.modules():
             place = (rows,) if expert is None else (expert, rows)
-            copies.append(_Copy(f"{module}.weight", weight[place]))
+            copies.append(_Copy(f"{module}.weight", weight[place].T if linear.transposed else weight[place]))
             if bias is not None:
                 copies.append(_Copy(f"{module}.bias", bias[place]))
         linears[linear.dest] = _dense(weight, bias)
     if weight_map.tied:
         linears[HEAD] = _dense(arrays[EMBEDDING], None)
     return Weights(linears, arrays), copies
+
+
+def _read(tensor: StoredTensor, target: Floats) -> None:
+    if target.flags.c_contiguous:
+        read_into(tensor, target)
+        return
+    stored = np.empty(target.shape, np.float32)
+    read_into(tensor, stored)
+    target[...] = stored
 
 
 def _dense(weight: Floats, bias: Floats | None) -> LinearWeight:
@@ -220,8 +230,8 @@ def _fill_randomly(weights: Weights, seed: int) -> None:
 
 
 def _fill(array: Floats, dest: str, seed: int) -> None:
-    if array.ndim == 1:
-        array[...] = 1
+    if array.ndim == 1 or dest.endswith("norm"):  # Command-R+ has a row of a norm for each head
+        array[...] = 0 if dest.endswith("bias") else 1
         return
     np.random.default_rng([seed, zlib.crc32(dest.encode())]).standard_normal(out=array, dtype=np.float32)
     array *= np.float32(DUMMY_STD)

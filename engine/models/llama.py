@@ -6,6 +6,7 @@ Defined by ref.model.llama, qwen, mixtral, qwen_moe and deepseek_moe.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from engine.ops import OpTable
 from engine.weights import ArraySpec, LinearSpec, Norm, WeightMap, Weights
 
 Array = Any
+WriteKV = Callable[..., Array]
 
 
 def weight_map(config: ModelConfig, names: MoeNames = MOE_NAMES) -> WeightMap:
@@ -54,14 +56,33 @@ def weight_map(config: ModelConfig, names: MoeNames = MOE_NAMES) -> WeightMap:
     )
 
 
-def build(config: ModelConfig, weights: Weights, ops: OpTable) -> Model:
-    """The model over an op table; weights are prepared for it already."""
+def rotate(
+    q: Array,
+    k: Array,
+    v: Array,
+    batch: ForwardBatch,
+    cache: KVCache,
+    config: ModelConfig,
+    weights: Weights,
+    ops: OpTable,
+    layer: int,
+) -> Array:
+    """Norms the heads of q and k where the model does, rotates both, stores k and v, and returns the rotated q."""
+    place = (batch.rope_cos_sin, batch.slot_mapping, cache.k_cache[layer], cache.v_cache[layer])
+    if not config.qk_norm:
+        return ops.rope_kv_write(q, k, v, *place)
+    q_norm, k_norm = weights.arrays[f"layers.{layer}.q_norm"], weights.arrays[f"layers.{layer}.k_norm"]
+    return ops.qk_norm_rope_kv_write(q, k, v, q_norm, k_norm, config.norm_eps, *place)
+
+
+def build(config: ModelConfig, weights: Weights, ops: OpTable, write_kv: WriteKV = rotate) -> Model:
+    """The model over an op table; weights are prepared for it already. write_kv: see attention."""
     pieces: list[Piece] = []
     for layer in range(config.n_layers):
         dest = f"layers.{layer}"
         attn_norm = Norm(weights.arrays[f"{dest}.input_layernorm"], config.norm_eps)
         mlp_norm = Norm(weights.arrays[f"{dest}.post_attention_layernorm"], config.norm_eps)
-        attn = partial(attention, config=config, weights=weights, ops=ops, layer=layer)
+        attn = partial(attention, config=config, weights=weights, ops=ops, layer=layer, write_kv=write_kv)
         pieces.append(Piece(f"{dest}.attention", attn_norm, attn))
         pieces.append(Piece(f"{dest}.mlp", mlp_norm, feed_forward(config, weights, ops, layer)))
     table = weights.arrays["embed_tokens"]
@@ -83,20 +104,19 @@ def attention(
     weights: Weights,
     ops: OpTable,
     layer: int,
+    write_kv: WriteKV,
 ) -> Array:
-    """[num_tokens, hidden_size] → the same; writes the layer's keys and values."""
+    """[num_tokens, hidden_size] → the same.
+
+    write_kv takes q [num_tokens, n_heads, head_dim], k and v [num_tokens, n_kv_heads, head_dim] and arguments as here,
+    stores the layer's keys and values, and gives the queries that attend to them.
+    """
     n_heads, n_kv_heads, head_dim = config.n_heads, config.n_kv_heads, config.head_dim
     qkv = ops.linear(hidden, weights.linears[f"layers.{layer}.qkv_proj"])
     heads = qkv.reshape(batch.num_tokens, n_heads + 2 * n_kv_heads, head_dim)
     q, k, v = heads[:, :n_heads], heads[:, n_heads : n_heads + n_kv_heads], heads[:, n_heads + n_kv_heads :]
-    k_cache, v_cache = cache.k_cache[layer], cache.v_cache[layer]
-    place = (batch.rope_cos_sin, batch.slot_mapping, k_cache, v_cache)
-    if config.qk_norm:
-        q_norm, k_norm = weights.arrays[f"layers.{layer}.q_norm"], weights.arrays[f"layers.{layer}.k_norm"]
-        q = ops.qk_norm_rope_kv_write(q, k, v, q_norm, k_norm, config.norm_eps, *place)
-    else:
-        q = ops.rope_kv_write(q, k, v, *place)
-    out = attend(q, batch, k_cache, v_cache, head_dim**-0.5, config.windows[layer], ops)
+    q = write_kv(q, k, v, batch, cache, config, weights, ops, layer)
+    out = attend(q, batch, cache.k_cache[layer], cache.v_cache[layer], head_dim**-0.5, config.windows[layer], ops)
     return ops.linear(out.reshape(batch.num_tokens, -1), weights.linears[f"layers.{layer}.o_proj"])
 
 

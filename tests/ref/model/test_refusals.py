@@ -52,6 +52,18 @@ def test_refused(name: str, change: dict[str, Any], message: str) -> None:
         parse_config({**FAMILY_GOLDENS[name], **change})
 
 
+@pytest.mark.parametrize("name", FAMILY_GOLDENS)
+def test_an_activation_that_is_not_known_is_refused(name: str) -> None:
+    """CPM-Ant and Qwen 1 have no such key: their code says gelu and silu."""
+    key = "activation_function" if name == "cpm1" else "hidden_act"
+    config = {**FAMILY_GOLDENS[name], key: "swoosh"}
+    if name in ("cpm_ant", "qwen1"):
+        parse_config(config)
+        return
+    with pytest.raises(ValueError, match=f"{key} is 'swoosh'; supported here: '"):
+        parse_config(config)
+
+
 def test_the_refusal_of_an_architecture_names_all_that_are_known() -> None:
     with pytest.raises(ValueError) as error:
         parse_config({"architectures": ["BertModel"]})

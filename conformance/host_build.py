@@ -1,0 +1,190 @@
+"""Builds a .cu file for the CPU: g++, the shim in cuda/host, and a cache of what has been built.
+
+A library is named by a hash of everything that goes into it: the source, our headers, the options, the compiler. The
+parts of the shim that no kernel changes are built once for all kernels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from engine.checkpoint.starter import cache_dir
+
+CUDA = Path(__file__).parent.parent / "cuda"
+RUNTIME = ("runtime.cpp", "meetings.cpp", "checks.cpp")
+OPTIONS = (
+    *("-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-fno-threadsafe-statics"),
+    *(
+        "-fno-strict-aliasing",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-fmax-errors=3",
+        "-Wall",
+        "-Wno-unknown-pragmas",
+    ),
+)
+CHECKS = "-fsanitize=alignment,bounds,signed-integer-overflow,integer-divide-by-zero,shift"  # answered by checks.cpp
+SANITIZERS = {"": (), "address": ("-fsanitize=address", "-DHOST_ASAN"), "thread": ("-fsanitize=thread", "-DHOST_TSAN")}
+MIN_GXX = 12
+DYNAMIC_SHARED = re.compile(
+    r"extern\s+__shared__\s+((?:__align__\(\d+\)\s+)?)([\w:]+(?:\s+\w+)*?)\s+(\w+)\s*\[\s*\]\s*;"
+)
+
+
+class BuildError(Exception):
+    """No compiler, or one that does not take the source; the message ends with what the compiler said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """A library, or with a sanitizer a program, that holds kernels.
+
+    variables: (offset from the symbol host_kernels, bytes) of each __shared__ variable.
+    """
+
+    path: Path
+    source: Path
+    kernels: tuple[str, ...]
+    sanitizer: str
+    variables: tuple[tuple[int, int], ...]
+
+
+def build(source: Path, kernels: Sequence[str], sanitizer: str = "", defines: Sequence[str] = ()) -> Binary:
+    """The kernels of one .cu file for this CPU, from the cache if nothing has changed.
+
+    Args:
+        source: includes are looked for in include/ beside it, or else in cuda/include.
+        kernels: names of __global__ functions as C++ writes them, with template arguments: "rmsnorm<bf16, 1>".
+        sanitizer: "", "address" or "thread".
+        defines: NAME or NAME=VALUE.
+    Raises:
+        BuildError: see there.
+    """
+    tree = source.parent if (source.parent / "include").is_dir() else CUDA
+    options = [*OPTIONS, *_cpu_options(), *SANITIZERS[sanitizer], *(f"-D{define}" for define in defines)]
+    text = _translation_unit(source, kernels)
+    key = _hash(text, str(tree), _headers(tree), *options, _compiler_version())
+    folder = cache_dir() / "host"
+    path = folder / f"{source.stem}-{key}{'' if sanitizer else '.so'}"
+    if not path.exists():
+        runtime = [_runtime_object(tree, name, sanitizer, folder) for name in RUNTIME]
+        if sanitizer:
+            runtime.append(_runtime_object(tree, "runner.cpp", sanitizer, folder))
+        _compile_and_link(text, tree, options, runtime, path, shared=not sanitizer)
+    return Binary(path, source, tuple(kernels), sanitizer, _shared_variables(path))
+
+
+def _translation_unit(source: Path, kernels: Sequence[str]) -> str:
+    """The source and a table of its kernels. `extern __shared__ T name[];` is no C++, so it becomes a pointer."""
+    text = DYNAMIC_SHARED.sub(r"\2* const \3 = reinterpret_cast<\2*>(host::block.shared);", source.read_text("utf-8"))
+    table = "".join(f"  HOST_KERNEL({name}),\n" for name in kernels)
+    return (
+        f'#include "launch.h"\n#include "ptx.h"\n#line 1 "{source}"\n{text}\n#line 1 "kernels named to build()"\n'
+        f"const host::Kernel host_kernels[] = {{\n{table}}};\n"
+    )
+
+
+def _compile_and_link(
+    text: str, tree: Path, options: Sequence[str], runtime: Sequence[Path], path: Path, shared: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        unit, made, linked = (Path(scratch) / name for name in ("unit.cpp", "unit.o", "linked"))
+        unit.write_text(text, "utf-8")
+        folders = [f"-I{tree / 'host'}", f"-I{tree / 'include'}"]
+        _run([gxx(), *options, CHECKS, "-fsanitize-recover=all", *folders, "-c", str(unit), "-o", str(made)])
+        sanitize = [option for option in options if option in ("-fsanitize=address", "-fsanitize=thread")]
+        how = ["-shared"] if shared else ["-rdynamic", *sanitize]
+        _run([gxx(), *how, str(made), *map(str, runtime), "-o", str(linked)])
+        _keep(linked, path)
+
+
+def _runtime_object(tree: Path, name: str, sanitizer: str, folder: Path) -> Path:
+    """A part of the shim. It is told of the sanitizer but not built with it: its own memory is none of a kernel's."""
+    options = [*OPTIONS, *_cpu_options(), *(o for o in SANITIZERS[sanitizer] if o.startswith("-D"))]
+    path = folder / f"{Path(name).stem}-{_hash(_headers(tree), *options, _compiler_version())}.o"
+    if not path.exists():
+        with tempfile.TemporaryDirectory() as scratch:
+            made = Path(scratch) / "made.o"
+            _run([gxx(), *options, "-O3", f"-I{tree / 'host'}", "-c", str(tree / "host" / name), "-o", str(made)])
+            _keep(made, path)
+    return path
+
+
+def _keep(made: Path, path: Path) -> None:
+    """Moves a finished file into the cache in one step, so that nobody ever sees a half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    shutil.copy2(made, part)
+    part.replace(path)
+
+
+def _shared_variables(path: Path) -> tuple[tuple[int, int], ...]:
+    """Variables of functions that are not initialised: __shared__ ones, as kernels have no other static variables."""
+    variables, base = [], 0
+    for line in _run(["nm", "--format=posix", "--defined-only", str(path)]).splitlines():
+        name, kind, address, *size = line.split()
+        if name == "host_kernels":
+            base = int(address, 16)
+        elif name.startswith("_ZZ") and kind in "bB":
+            variables.append((int(address, 16), int(size[0], 16)))
+    return tuple((address - base, size) for address, size in variables)
+
+
+@cache
+def gxx() -> str:
+    """Path of g++.
+
+    Raises:
+        BuildError: there is none, or it is too old.
+    """
+    path = shutil.which("g++")
+    if path is None:
+        raise BuildError(
+            f"kernels are checked on the CPU with g++ {MIN_GXX} or later, and there is no g++ in the PATH; install it "
+            "(Debian and Ubuntu: apt install g++; Fedora: dnf install gcc-c++)"
+        )
+    version = subprocess.run([path, "-dumpversion"], capture_output=True, text=True, check=True).stdout.strip()
+    if int(version.split(".")[0]) < MIN_GXX:
+        raise BuildError(f"kernels are checked on the CPU with g++ {MIN_GXX} or later; {path} is {version}")
+    return path
+
+
+@cache
+def _compiler_version() -> str:
+    return subprocess.run([gxx(), "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+
+
+@cache
+def _cpu_options() -> tuple[str, ...]:
+    """Vector instructions that this machine has; without them the shim is right, but slower."""
+    if platform.machine() != "x86_64":
+        return ()
+    flags = Path("/proc/cpuinfo").read_text("utf-8").split()
+    return tuple(f"-m{name}" for name in ("avx2", "fma", "f16c") if name in flags)
+
+
+def _headers(tree: Path) -> str:
+    """A hash of all that a kernel may include."""
+    files = sorted([*(tree / "include").rglob("*.cuh"), *(tree / "host").rglob("*")])
+    return _hash(*(f"{file.name}\n{file.read_text('utf-8')}" for file in files))
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildError(f"{' '.join(command[:1])} ended with {done.returncode}:\n{done.stderr.strip()}")
+    return done.stdout

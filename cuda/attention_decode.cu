@@ -1,0 +1,199 @@
+// op         attention_decode, attention_combine, defined by ref/attention.py
+// maths      out[s, h] = Σ_t softmax_t(sm_scale · q[s, h] · k[t, h / n_rep]) · v[t, h / n_rep] over the sequence's tokens,
+//            the last `window` of them if window > 0
+// tensors    q, out [num_seqs, n_heads, head_dim] T, rows of q q_stride apart; k_cache, v_cache [num_blocks, block_size,
+//            n_kv_heads, head_dim] T; block_table [num_seqs, table_stride] int32, −1 = none; seq_lens [num_seqs] int32;
+//            with splits partial [num_seqs, n_heads, num_splits, head_dim] float32 and lse [.., num_splits] float32
+// a block    owns one sequence, one KV head, up to 16 of its query heads and one split of the tokens. Its warps take
+//            chunks of 16 tokens in turn, each with a ring of chunks of its own in shared memory, and add up at the end
+// template   T bf16 or fp16; kHeadDim a multiple of 32 up to 256; kWarps; kStages chunks in a warp's ring
+// sums       float32; a running maximum a warp, chunk by chunk; warps in order, splits in order; p is rounded to T as
+//            the tensor cores take it
+// launcher   grid (num_splits, n_kv_heads · ⌈n_rep / 16⌉, num_seqs), block 32 · kWarps, shared memory
+//            kWarps · kStages · 64 · kHeadDim bytes; attention_combine: grid (n_heads, num_seqs), block kHeadDim
+#include "include/ptx.cuh"
+#include "include/reduce.cuh"
+#include "include/vec.cuh"
+
+constexpr int kChunk = 16;  // tokens that a warp takes at once
+constexpr float kLog2e = 1.4426950408889634f;
+#define kInfinity __uint_as_float(0x7f800000u)
+
+// Where the 16 bytes number `unit` of row `row` lie in a tile: spread so that 8 rows of one column use all banks.
+template <int kHeadDim>
+__device__ __forceinline__ int place(int row, int unit) {
+  return row * kHeadDim + ((unit ^ (row & 7)) & 7 | unit & ~7) * 8;
+}
+
+__device__ __forceinline__ unsigned pack2(float low, float high, bf16) { return pack_bf16(low, high); }
+__device__ __forceinline__ unsigned pack2(float low, float high, fp16) { return pack_fp16(low, high); }
+
+template <typename T, int kHeadDim, int kWarps, int kStages>
+__global__ void __launch_bounds__(32 * kWarps)
+    attention_decode(const T* __restrict__ q, const T* __restrict__ k_cache, const T* __restrict__ v_cache,
+                     const int* __restrict__ block_table, const int* __restrict__ seq_lens, T* __restrict__ out,
+                     float* __restrict__ partial, float* __restrict__ lse, int q_stride, int table_stride,
+                     int block_size, int n_heads, int n_kv_heads, int window, float sm_scale) {
+  constexpr int kSteps = kHeadDim / 16, kUnits = kHeadDim / 8, kTile = kChunk * kHeadDim;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, pair = lane % 4;
+  const int n_rep = n_heads / n_kv_heads, groups = (n_rep + 15) / 16;
+  const int kv_head = blockIdx.y / groups, first_head = kv_head * n_rep + blockIdx.y % groups * 16;
+  const int num_heads = min(16, n_rep - blockIdx.y % groups * 16);
+  const int seq = blockIdx.z, num_splits = gridDim.x;
+  T* const ring = dynamic_shared<T>() + warp * kStages * 2 * kTile;  // [kStages][k, v][kChunk][kHeadDim]
+
+  dependency_wait();
+  const int seq_len = seq_lens[seq], first_token = window > 0 ? max(0, seq_len - window) : 0;
+  const int first_chunk = first_token / kChunk, num_chunks = (seq_len + kChunk - 1) / kChunk - first_chunk;
+  const int a_split = (num_chunks + num_splits - 1) / num_splits;
+  const int begin = first_chunk + blockIdx.x * a_split, end = min(begin + a_split, first_chunk + num_chunks);
+
+  // Each lane knows the slot of one token of a chunk and brings 16 bytes of every second token.
+  auto load = [&](int chunk, int stage) {
+    const int token = chunk * kChunk + lane % kChunk;
+    const bool known = chunk < end && token < seq_len;
+    const int block = known ? block_table[static_cast<index_t>(seq) * table_stride + token / block_size] : 0;
+    const int slot = known ? block * block_size + token % block_size : -1;
+    T* const k_tile = ring + stage * 2 * kTile;
+#pragma unroll
+    for (int i = 0; i < kChunk * kUnits / 32; ++i) {
+      const int row = (32 * i + lane) / kUnits, unit = (32 * i + lane) % kUnits;
+      const int place_of_row = __shfl_sync(kAllLanes, slot, row);
+      const index_t from = (static_cast<index_t>(max(place_of_row, 0)) * n_kv_heads + kv_head) * kHeadDim + 8 * unit;
+      cp_async(k_tile + place<kHeadDim>(row, unit), k_cache + from, place_of_row >= 0);
+      cp_async(k_tile + kTile + place<kHeadDim>(row, unit), v_cache + from, place_of_row >= 0);
+    }
+    cp_async_commit();
+  };
+#pragma unroll
+  for (int stage = 0; stage < kStages - 1; ++stage) load(begin + warp + stage * kWarps, stage);
+
+  unsigned q_rows[kSteps][4];  // heads group and group + 8
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int head = group + 8 * (i % 2), at = 16 * step + 2 * pair + 8 * (i / 2);
+      const T* const row = q + static_cast<index_t>(seq) * q_stride + (first_head + head) * kHeadDim + at;
+      q_rows[step][i] = head < num_heads ? *reinterpret_cast<const unsigned*>(row) : 0u;
+    }
+
+  float sums[kUnits][4] = {}, largest[2] = {-kInfinity, -kInfinity}, total[2] = {};
+  const float scale = sm_scale * kLog2e;
+  int stage = 0;
+  for (int chunk = begin + warp; chunk < end; chunk += kWarps) {
+    load(chunk + (kStages - 1) * kWarps, (stage + kStages - 1) % kStages);
+    cp_async_wait<kStages - 1>();
+    __syncwarp();
+    const T* const k_tile = ring + stage * 2 * kTile;
+    const T* const v_tile = k_tile + kTile;
+    stage = (stage + 1) % kStages;
+
+    float scores[2][4] = {};  // tokens 8·half + 2·pair, +1 of heads group and group + 8
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      unsigned keys[4];  // both halves of 16 elements
+      ldmatrix_x4(keys, k_tile + place<kHeadDim>(lane % 8 + 8 * (lane / 16), 2 * step + lane / 8 % 2));
+      const unsigned first[2] = {keys[0], keys[1]}, second[2] = {keys[2], keys[3]};
+      mma_k16(scores[0], q_rows[step], first, T{});
+      mma_k16(scores[1], q_rows[step], second, T{});
+    }
+    float growth[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // heads group + 8·half
+      float top = largest[half];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& score = scores[i / 2][2 * half + i % 2];
+        const int token = chunk * kChunk + 8 * (i / 2) + 2 * pair + i % 2;
+        score = token >= first_token && token < seq_len ? score * scale : -kInfinity;
+        top = fmaxf(top, score);
+      }
+      top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 2));
+      const float base = top == -kInfinity ? 0.0f : top;
+      growth[half] = exp2f(largest[half] - base);
+      largest[half] = top;
+      float added = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& score = scores[i / 2][2 * half + i % 2];
+        score = exp2f(score - base);
+        added += score;
+      }
+      added += __shfl_xor_sync(kAllLanes, added, 1);
+      added += __shfl_xor_sync(kAllLanes, added, 2);
+      total[half] = total[half] * growth[half] + added;
+    }
+    const unsigned p[4] = {pack2(scores[0][0], scores[0][1], T{}), pack2(scores[0][2], scores[0][3], T{}),
+                           pack2(scores[1][0], scores[1][1], T{}), pack2(scores[1][2], scores[1][3], T{})};
+#pragma unroll
+    for (int unit = 0; unit < kUnits; unit += 2) {
+      unsigned values[4];
+      ldmatrix_x4_trans(values, v_tile + place<kHeadDim>(lane % 16, unit + lane / 16));
+      const unsigned first[2] = {values[0], values[1]}, second[2] = {values[2], values[3]};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[unit][i] *= growth[i / 2], sums[unit + 1][i] *= growth[i / 2];
+      mma_k16(sums[unit], p, first, T{});
+      mma_k16(sums[unit + 1], p, second, T{});
+    }
+    __syncwarp();  // all lanes are done with this chunk before it is overwritten
+  }
+  cp_async_wait<0>();
+  dependency_launch();
+
+  // The warps' results meet in shared memory, [kWarps][16][kHeadDim], in place of the rings.
+  __shared__ float tops[kWarps][16], totals[kWarps][16];
+  __syncthreads();
+  float* const all = dynamic_shared<float>();
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int head = group + 8 * half;
+    if (pair == 0) tops[warp][head] = largest[half], totals[warp][head] = total[half];
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        all[(warp * 16 + head) * kHeadDim + 8 * unit + 2 * pair + i] = sums[unit][2 * half + i];
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < num_heads * kHeadDim; i += 32 * kWarps) {
+    const int head = i / kHeadDim, at = i % kHeadDim;
+    float top = -kInfinity, sum = 0.0f, weight = 0.0f;
+#pragma unroll
+    for (int other = 0; other < kWarps; ++other) top = fmaxf(top, tops[other][head]);
+    const float base = top == -kInfinity ? 0.0f : top;
+#pragma unroll
+    for (int other = 0; other < kWarps; ++other) {
+      const float share = exp2f(tops[other][head] - base);
+      sum += share * all[(other * 16 + head) * kHeadDim + at];
+      weight += share * totals[other][head];
+    }
+    const float result = weight > 0.0f ? sum / weight : 0.0f;
+    const index_t row = static_cast<index_t>(seq) * n_heads + first_head + head;
+    if (num_splits == 1) {
+      out[row * kHeadDim + at] = from_float<T>(result);
+    } else {
+      partial[(row * num_splits + blockIdx.x) * kHeadDim + at] = result;
+      if (at == 0) lse[row * num_splits + blockIdx.x] = weight > 0.0f ? top + log2f(weight) : -kInfinity;
+    }
+  }
+}
+
+// out = Σ_split 2^(lse[split] − max) · partial[split] / Σ_split 2^(lse[split] − max)
+template <typename T, int kHeadDim>
+__global__ void attention_combine(const float* __restrict__ partial, const float* __restrict__ lse,
+                                  T* __restrict__ out, int n_heads, int num_splits) {
+  dependency_wait();
+  dependency_launch();
+  const index_t row = static_cast<index_t>(blockIdx.y) * n_heads + blockIdx.x;
+  float top = -kInfinity, sum = 0.0f, weight = 0.0f;
+  for (int split = 0; split < num_splits; ++split) top = fmaxf(top, lse[row * num_splits + split]);
+  const float base = top == -kInfinity ? 0.0f : top;
+  for (int split = 0; split < num_splits; ++split) {
+    const float share = exp2f(lse[row * num_splits + split] - base);
+    sum += share * partial[(row * num_splits + split) * kHeadDim + threadIdx.x];
+    weight += share;
+  }
+  out[row * kHeadDim + threadIdx.x] = from_float<T>(weight > 0.0f ? sum / weight : 0.0f);
+}

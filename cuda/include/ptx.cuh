@@ -1,0 +1,131 @@
+// The one place with inline PTX, behind named functions; host/ptx.h has them for a CPU under the same names.
+//
+// Fragments are those of the PTX manual. For mma m16n8k16 with group = lane / 4 and pair = lane % 4:
+//   a[0..3]  rows group, group + 8, group, group + 8; columns 2·pair, +1 (a[0], a[1]) and 2·pair + 8, +9 (a[2], a[3])
+//   b[0..1]  column group; rows 2·pair, +1 and 2·pair + 8, +9
+//   d[0..3]  (group, 2·pair), (group, 2·pair + 1), (group + 8, 2·pair), (group + 8, 2·pair + 1)
+// and for k = 32 with 8-bit numbers four of them (4·pair …) where there are two above.
+#pragma once
+
+#include "dtype.cuh"
+
+#if !defined(__CUDACC__)
+#include "../host/ptx.h"
+#else
+
+__device__ __forceinline__ unsigned shared_address(const void* p) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
+
+// The block's dynamic shared memory, aligned to 128 bytes.
+template <typename T>
+__device__ __forceinline__ T* dynamic_shared() {
+  extern __shared__ __align__(128) unsigned char dynamic_shared_bytes[];
+  return reinterpret_cast<T*>(dynamic_shared_bytes);
+}
+
+// 16 bytes; the address must be a multiple of 16.
+__device__ __forceinline__ uint4 load16(const void* p) { return *static_cast<const uint4*>(p); }
+__device__ __forceinline__ void store16(void* p, uint4 x) { *static_cast<uint4*>(p) = x; }
+
+// 16 bytes that the whole kernel only reads, and reads once: they pass by L1.
+__device__ __forceinline__ uint4 load16_stream(const void* p) {
+  uint4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(p));
+  return x;
+}
+
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+// Asynchronous copy of kBytes (4, 8 or 16) from global to shared memory; where not `valid`, zeros and no read.
+template <int kBytes = 16>
+__device__ __forceinline__ void cp_async(void* shared, const void* global, bool valid = true) {
+  const int bytes = valid ? kBytes : 0;
+  if constexpr (kBytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes)
+                 : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)), "l"(global),
+                 "n"(kBytes), "r"(bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until at most kPending of this thread's newest groups are under way.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// 8×8 matrices of 16-bit numbers from shared memory; lane 8·m + r gives the address of row r of matrix m.
+__device__ __forceinline__ void ldmatrix_x1(unsigned (&d)[1], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];"
+               : "=r"(d[0])
+               : "r"(shared_address(row))
+               : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x2(unsigned (&d)[2], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(d[0]), "=r"(d[1])
+               : "r"(shared_address(row))
+               : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x4(unsigned (&d)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x2_trans(unsigned (&d)[2], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(d[0]), "=r"(d[1])
+               : "r"(shared_address(row))
+               : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&d)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// d += a · b for tiles of 16 × k and k × 8; the last argument only names the format of a and b.
+#define MMA(SHAPE_AND_TYPES, ACCUMULATOR)                                                                  \
+  asm volatile("mma.sync.aligned." SHAPE_AND_TYPES " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "       \
+               "{%0, %1, %2, %3};"                                                                         \
+               : ACCUMULATOR(d[0]), ACCUMULATOR(d[1]), ACCUMULATOR(d[2]), ACCUMULATOR(d[3])                \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+__device__ __forceinline__ void mma_k16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], bf16) {
+  MMA("m16n8k16.row.col.f32.bf16.bf16.f32", "+f");
+}
+__device__ __forceinline__ void mma_k16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], fp16) {
+  MMA("m16n8k16.row.col.f32.f16.f16.f32", "+f");
+}
+__device__ __forceinline__ void mma_k32(int (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], signed char) {
+  MMA("m16n8k32.row.col.s32.s8.s8.s32", "+r");
+}
+__device__ __forceinline__ void mma_k32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], e4m3) {
+  MMA("m16n8k32.row.col.f32.e4m3.e4m3.f32", "+f");  // sm_89 and later
+}
+#undef MMA
+
+// Waits for num_threads threads of the block (a multiple of 32) at barrier number id, 1 to 15.
+__device__ __forceinline__ void named_barrier(int id, int num_threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+
+// Programmatic dependent launch. dependency_wait: until the kernel before has ended and its writes can be read.
+// dependency_launch: the kernel after may begin. Nothing before sm_90, where kernels of a stream never overlap.
+__device__ __forceinline__ void dependency_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void dependency_launch() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+#endif

@@ -9,7 +9,7 @@ generate requests through the engine's loop with a pool of blocks too small for 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from engine.ops import OpTable
 from ref.config import parse_config
 from ref.generate import generate
 from ref.model.fields import ModelConfig
-from ref.model.llama import LlamaConfig, llama
 from ref.model.registry import forward
 from ref.sampling import log_softmax
 
@@ -46,9 +45,6 @@ FAMILIES = (
     "qwen3_moe",
     "deepseek_moe",
 )  # of golden_families, those that the engine serves
-NUM_BLOCKS = (
-    28  # the three prompts of `generate` fit with 2 + 6 + 18 and a spare one each, their ends (4 + 8 + 20) do not
-)
 MAX_TOKENS = 8
 CHUNKS = {"whole": (1000, 1000, 1000), "chunks": (1, 8, 33), "decode": (1, 1, 1)}  # tokens a step of each sequence
 
@@ -56,8 +52,21 @@ CHUNKS = {"whole": (1000, 1000, 1000), "chunks": (1, 8, 33), "decode": (1, 1, 1)
 def cases() -> list[Case]:
     found = [_forward(name, "chunks") for name in GOLDENS]
     found += [_forward("mistral", "whole"), _forward("llama3", "decode")]
-    found += [_family(name) for name in FAMILIES]
-    return found + [_generate(name) for name in ("llama3", "dynamic", "mistral")]
+    found += [_forward(name, "chunks") for name in FAMILIES]
+    return found + [_generate(name) for name in ("llama3", "dynamic", "mistral", "qwen2_moe")]
+
+
+def _inputs(name: str) -> Inputs:
+    """config and weights as ref has them, and prompts, of either kind of golden model."""
+    if name in GOLDENS:
+        return model_inputs(name) | {"prompts": golden_prompts(name)}
+    config = FAMILY_GOLDENS[name]
+    tensors = family_tensors(config, GOLDEN_SEED)
+    return {"config": parse_config(config), "weights": tensors, "prompts": family_prompts(name)}
+
+
+def _make_model(folder: str, name: str) -> Path:
+    return golden_model(folder, name) if name in GOLDENS else family_model(folder, name)
 
 
 def _forward(name: str, chunking: str) -> Case:
@@ -65,28 +74,9 @@ def _forward(name: str, chunking: str) -> Case:
         stem="llama",
         name=f"forward-{name}-{chunking}",
         axes={"golden": name, "chunks": CHUNKS[chunking]},
-        make_inputs=lambda seed: model_inputs(name) | {"prompts": golden_prompts(name)},
+        make_inputs=lambda seed: _inputs(name),
         reference=_forward_reference,
         candidate=lambda ops, **inputs: _forward_candidate(ops, name, inputs["prompts"], CHUNKS[chunking]),
-    )
-
-
-def _family(name: str) -> Case:
-    """Forward of a model of another family, prompts in chunks."""
-    config = FAMILY_GOLDENS[name]
-    return Case(
-        stem="llama",  # the file of engine.models that has it
-        name=f"forward-{name}-chunks",
-        axes={"golden": name, "chunks": CHUNKS["chunks"]},
-        make_inputs=lambda seed: {
-            "config": parse_config(config),
-            "weights": family_tensors(config, GOLDEN_SEED),
-            "prompts": family_prompts(name),
-        },
-        reference=_forward_reference,
-        candidate=lambda ops, **inputs: _forward_candidate(
-            ops, name, inputs["prompts"], CHUNKS["chunks"], make_model=family_model
-        ),
     )
 
 
@@ -94,15 +84,9 @@ def _forward_reference(config: ModelConfig, weights: Inputs, prompts: list[list[
     return {f"logits{i}": forward(config, weights, prompt) for i, prompt in enumerate(prompts)}
 
 
-def _forward_candidate(
-    ops: OpTable,
-    name: str,
-    prompts: Sequence[Sequence[int]],
-    chunks: Sequence[int],
-    make_model: Callable[[str, str], Path] = golden_model,
-) -> Outputs:
+def _forward_candidate(ops: OpTable, name: str, prompts: Sequence[Sequence[int]], chunks: Sequence[int]) -> Outputs:
     with tempfile.TemporaryDirectory() as folder:
-        runner = make_runner(make_model(folder, name), ops, prompts)
+        runner = make_runner(_make_model(folder, name), ops, prompts)
     logits = run_chunks(runner, prompts, chunks)
     return {f"logits{i}": rows for i, rows in enumerate(logits)}
 
@@ -114,21 +98,26 @@ def _generate(name: str) -> Case:
     return Case(
         stem="llama",
         name=f"generate-{name}",
-        axes={"golden": name, "max_tokens": MAX_TOKENS, "num_blocks": NUM_BLOCKS},
-        make_inputs=lambda seed: model_inputs(name) | {"prompts": golden_prompts(name)},
+        axes={"golden": name, "max_tokens": MAX_TOKENS, "num_blocks": _num_blocks(name)},
+        make_inputs=lambda seed: _inputs(name),
         reference=_generate_reference,
         candidate=lambda ops, **inputs: _generate_candidate(name, inputs["prompts"]),
     )
 
 
-def _generate_reference(config: LlamaConfig, weights: Inputs, prompts: list[list[int]]) -> Outputs:
+def _num_blocks(name: str) -> int:
+    """A pool in which the prompts fit (2 + 6 blocks, of three 18 more), and their ends do not (3 + 7, and 20 more)."""
+    return 28 if name in GOLDENS else 9
+
+
+def _generate_reference(config: ModelConfig, weights: Inputs, prompts: list[list[int]]) -> Outputs:
     """Dynamic rope keeps the table of the prompt's length, which the cache-free model would not: ids only."""
     outputs: Outputs = {}
     for i, prompt in enumerate(prompts):
         new_ids = generate(config, weights, prompt, MAX_TOKENS, ignore_eos=True)
         outputs[f"token_ids{i}"] = np.array(new_ids, np.int64)
         if config.rope.kind != "dynamic":
-            logprobs = log_softmax(llama(config, weights, prompt + new_ids))
+            logprobs = log_softmax(forward(config, weights, prompt + new_ids))
             outputs[f"logprobs{i}"] = logprobs[np.arange(len(prompt) - 1, len(prompt + new_ids) - 1), new_ids]
     return outputs
 
@@ -136,9 +125,9 @@ def _generate_reference(config: LlamaConfig, weights: Inputs, prompts: list[list
 def _generate_candidate(name: str, prompts: Sequence[Sequence[int]]) -> Outputs:
     with tempfile.TemporaryDirectory() as folder:
         config = EngineConfig(
-            model=str(golden_model(folder, name)),
+            model=str(_make_model(folder, name)),
             block_size=BLOCK_SIZE,
-            num_gpu_blocks_override=NUM_BLOCKS,
+            num_gpu_blocks_override=_num_blocks(name),
             max_model_len=128 if name == "dynamic" else None,
             max_num_seqs=len(prompts),
             max_num_batched_tokens=64,

@@ -27,7 +27,7 @@ MAX_FILE_BYTES = 1_000_000
 HOSTS = re.compile(
     r"[\w-]+|(.*\.)?(example(\.com|\.org|\.net)?|test|invalid|github\.com|github\.io|huggingface\.co|arxiv\.org|"
     r"apache\.org|keepachangelog\.com|semver\.org|openai\.com|json-schema\.org|unicode\.org|ietf\.org|rfc-editor\.org|"
-    r"python\.org|nvidia\.com|wikipedia\.org|doi\.org)|127\.0\.0\.1|0\.0\.0\.0|\[::1?\]|\{.*",
+    r"python\.org|nvidia\.com|wikipedia\.org|doi\.org|w3\.org)|127\.0\.0\.1|0\.0\.0\.0|\[::1?\]|\{.*",
     re.I,
 )
 # folders of one machine, save the home of nobody that examples use; the pattern does not match its own text

@@ -31,9 +31,22 @@ def attention_decode(
     """
     out = np.empty((*q.shape[:2], v_cache.shape[3]), np.float32)
     for rows in decode_groups(seq_lens, k_cache.shape[1]):
-        k, v = (gather(cache, block_table[rows], seq_lens[rows]) for cache in (k_cache, v_cache))
-        out[rows] = attend_padded(q[rows], k, v, seq_lens[rows], sm_scale, window)
+        out[rows] = _decode_group(q[rows], k_cache, v_cache, block_table[rows], seq_lens[rows], sm_scale, window)
     return out
+
+
+def _decode_group(
+    q: Float32,
+    k_cache: Float32,
+    v_cache: Float32,
+    block_table: Int32,
+    seq_lens: Int32,
+    sm_scale: float,
+    window: int | None,
+) -> Float32:
+    """Of one group; what it gathers goes before the next is gathered."""
+    k, v = gather(k_cache, block_table, seq_lens), gather(v_cache, block_table, seq_lens)
+    return attend_padded(q, k, v, seq_lens, sm_scale, window)
 
 
 def decode_groups(seq_lens: Int32, block_size: int) -> Iterator[Int64 | slice]:

@@ -84,8 +84,12 @@ def _parse_group(group: Mapping[str, Any], name: str | None) -> CtScheme:
     if group.get("output_activations"):
         raise ValueError("output_activations are not supported")
     kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits"), weights.get("strategy")
-    if kind != FORMATS[name] or bits not in ((4, 8) if name == "pack-quantized" else (8,)):
-        raise ValueError(f"weights of type {kind!r} with num_bits {bits!r} are not supported in format {name}")
+    known_bits = (4, 8) if name == "pack-quantized" else (8,)
+    if kind != FORMATS[name] or bits not in known_bits:
+        raise ValueError(
+            f"weights of type {kind!r} with num_bits {bits!r} are not supported in format {name}; known are "
+            f"{FORMATS[name]} of {' or '.join(map(str, known_bits))} bits"
+        )
     if strategy not in STRATEGIES[name]:
         known = ", ".join(STRATEGIES[name])
         raise ValueError(f"weights.strategy {strategy!r} is not supported in format {name}; known are {known}")
@@ -119,14 +123,20 @@ def _parse_activations(activations: Mapping[str, Any] | None, kind: str, name: s
     dynamic, strategy = activations.get("dynamic", False), activations.get("strategy")
     found = (activations.get("type", "int"), activations.get("num_bits"), bool(activations.get("symmetric", True)))
     if name == "pack-quantized" or found != (kind, 8, True):
-        raise ValueError(f"input_activations {dict(activations)!r} are not supported in format {name}")
+        raise ValueError(
+            f"input_activations {dict(activations)!r} are not supported in format {name}; "
+            + ("it has none" if name == "pack-quantized" else f"known are {kind} of 8 bits, symmetric")
+        )
     if dynamic is True and strategy == "token":
         return "token"
     if dynamic is True and strategy == "group" and activations.get("group_size") == 128 and kind == "float":
         return "group"
     if dynamic is False and strategy == "tensor":
         return "static"
-    raise ValueError(f"input_activations with strategy {strategy!r} and dynamic {dynamic!r} are not supported")
+    raise ValueError(
+        f"input_activations with strategy {strategy!r} and dynamic {dynamic!r} are not supported; known are "
+        "'token' and, for float in groups of 128, 'group', both dynamic, and 'tensor', not dynamic"
+    )
 
 
 def matches(target: str, module: str) -> bool:

@@ -52,7 +52,7 @@ def _parse_fp8_config(config: Mapping[str, Any]) -> CtScheme:
     if config.get("fmt", "e4m3") != "e4m3":
         raise ValueError(f"quantization_config: fmt {config['fmt']!r} is not supported; only 'e4m3' is")
     if config.get("scale_fmt") not in (None, "float"):
-        raise ValueError(f"quantization_config: scale_fmt {config['scale_fmt']!r} is not supported")
+        raise ValueError(f"quantization_config: scale_fmt {config['scale_fmt']!r} is not supported; only 'float' is")
     activations = config.get("activation_scheme", "dynamic")
     if activations not in ("dynamic", "static"):
         raise ValueError(f"quantization_config: activation_scheme {activations!r} is neither 'dynamic' nor 'static'")

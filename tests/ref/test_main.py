@@ -118,3 +118,30 @@ def test_without_the_tokenizers_package_a_prompt_says_so(
     monkeypatch.setattr(command, "tokenizers", None)
     assert command.main(["--model", str(folder), "--prompt", "a"]) == 2
     assert "--prompt needs the package tokenizers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["BertModel"]}, "architecture 'BertModel' is not supported; ref knows LlamaForCausalLM, "),
+        ({"hidden_act": "swoosh"}, "hidden_act is 'swoosh'; supported here: 'silu'"),
+        ({"rope_scaling": {"type": "twisted"}}, "rope type 'twisted' is not supported; ref knows default, linear, "),
+        ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1]}}, "rope type 'mrope' is not supported"),
+        ({"quantization_config": {"quant_method": "quip"}}, "quant_method 'quip' is not supported; known are gptq, "),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 3, "group_size": 4}},
+            "bits is 3; integer weights of 4 or 8 bits are",
+        ),
+        ({"quantization_config": {"quant_method": "awq", "bits": 8, "group_size": 4}}, "bits is 8; AWQ has 4"),
+        ({"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "fmt 'e5m2' is not supported; only 'e4m3'"),
+    ],
+)
+@pytest.mark.parametrize("activations", ["float", "format"])
+def test_what_ref_does_not_know_is_refused_before_a_weight_is_read(
+    folder: Path, change: dict[str, Any], message: str, activations: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "model.safetensors").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    assert command.main(["--model", str(folder), "--ids", "1", "--activations", activations]) == 2
+    assert message in capsys.readouterr().err

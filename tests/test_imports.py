@@ -24,7 +24,12 @@ LAYERS = (
     ("engine.template_limits", "engine.template_sandbox", "engine.chat_template"),
     ("engine.vllm_flags", "engine.option_values", "engine.options"),
     ("engine.model_config.fields",),
-    ("engine.model_config.rope", "engine.model_config.moe", "engine.model_config.families"),
+    (
+        "engine.model_config.rope",
+        "engine.model_config.moe",
+        "engine.model_config.dense",
+        "engine.model_config.families",
+    ),
     ("engine.model_config",),
     ("engine.cpu", "engine.ops", "engine.rope_table"),
     ("engine.kv_cache", "engine.models.model", "engine.comm"),

@@ -6,12 +6,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.model_config.dense import (
+    COMMAND_R,
+    COMMAND_R_NAMES,
+    CPM1,
+    CPM1_ACTIVATIONS,
+    CPM1_NAMES,
+    DEEPSEEK_VL,
+    QWEN1,
+    QWEN1_NAMES,
+    command_r,
+    cpm1,
+    qwen1,
+    scales,
+)
 from engine.model_config.fields import Fields
 from engine.model_config.moe import (
     DEEPSEEK_V2_MOE,
+    MINICPM_MOE,
     MIXTRAL_MOE,
     QWEN_MOE,
     deepseek_v2_experts,
+    minicpm_experts,
     mixtral_experts,
     qwen_experts,
 )
@@ -70,6 +86,10 @@ def _deepseek_moe(fields: Fields) -> dict[str, Any]:
     return {"qkv_bias": bias, "o_bias": bias, "moe": deepseek_v2_experts(fields)}
 
 
+def _minicpm(fields: Fields) -> dict[str, Any]:
+    return {**scales(fields), "moe": minicpm_experts(fields)}
+
+
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family({"num_key_value_heads": None, "attention_bias": False, "mlp_bias": False}, _llama),
     "MistralForCausalLM": Family({"num_key_value_heads": 8, "sliding_window": 4096}),
@@ -99,4 +119,10 @@ FAMILIES: dict[str, Family] = {
     "DeepseekForCausalLM": Family(
         {"num_key_value_heads": None, "attention_bias": False, **DEEPSEEK_V2_MOE}, _deepseek_moe
     ),
+    "CohereForCausalLM": Family(COMMAND_R, command_r, COMMAND_R_NAMES),
+    "MiniCPMForCausalLM": Family({"num_key_value_heads": None, "tie_word_embeddings": True, **MINICPM_MOE}, _minicpm),
+    "QWenLMHeadModel": Family(QWEN1, qwen1, QWEN1_NAMES),
+    "GPT2LMHeadModel": Family(CPM1, cpm1, CPM1_NAMES, CPM1_ACTIVATIONS, rotates=False),
+    "DeepseekVLForConditionalGeneration": Family(DEEPSEEK_VL, _llama, part="text_config"),
+    "MultiModalityCausalLM": Family(DEEPSEEK_VL, _llama, part="language_config"),
 }

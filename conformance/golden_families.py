@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -217,9 +218,9 @@ FAMILY_GOLDENS: dict[str, Config] = {
 CHANGES_UNDER_WAY = ("minicpm3", "cpm_ant")
 
 
-def family_model(folder: str | Path, name: str) -> Path:
-    """The checkpoint behind conformance/golden/<name>.npz."""
-    config = FAMILY_GOLDENS[name]
+def family_model(folder: str | Path, name: str, **overrides: Any) -> Path:
+    """The checkpoint behind conformance/golden/<name>.npz, or with overrides of its config.json one like it."""
+    config = FAMILY_GOLDENS[name] | overrides
     return write_checkpoint(folder, config, family_tensors(config, GOLDEN_SEED))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelConfig
 from engine.cpu.attention import DECODE_TILE, QUERY_TILE
 from engine.errors import ConfigError
 from engine.models.model import Model
@@ -13,6 +13,7 @@ from engine.system import available_memory
 
 FLOAT32 = 4
 ROPE_BYTES = 24  # per position and dimension, while RopeTable makes its angles, cosines and sines in float64
+ROUTER_ROW = 8  # numbers for an expert and row while choices are made: scores, their order, and what is left out
 KV_SHARE = 0.4  # of the memory that is left, if nothing is said
 KV_LIMIT = 4 << 30  # bytes; a CPU does not serve more contexts than this holds
 
@@ -99,7 +100,7 @@ def _workspace(config: EngineConfig, model: Model, max_model_len: int) -> dict[s
     geometry = model.config
     rows = config.max_num_batched_tokens
     qkv = (geometry.n_heads + 2 * geometry.n_kv_heads) * geometry.head_dim
-    layer = rows * (2 * qkv + 3 * geometry.intermediate_size + 4 * geometry.hidden_size)
+    layer = rows * (2 * qkv + _mlp_row(geometry) + 4 * geometry.hidden_size)
     blocks = -(-max_model_len // config.block_size)
     whole = min(blocks, config.num_gpu_blocks_override or blocks) * config.block_size  # no sequence outgrows the pool
     gathered = min(max(DECODE_TILE, whole), config.max_num_seqs * whole)  # tokens held at once
@@ -114,3 +115,16 @@ def _workspace(config: EngineConfig, model: Model, max_model_len: int) -> dict[s
         "max_model_len": FLOAT32 * (keys + scores),
         "max_num_seqs": FLOAT32 * logits,
     }
+
+
+def _mlp_row(geometry: ModelConfig) -> int:
+    """Numbers that the MLP holds at once for a row. With experts: the output of each choice, one expert that all rows
+    have chosen, the one that all use anyway, and the choosing itself.
+    """
+    dense = 3 * geometry.intermediate_size
+    moe = geometry.moe
+    if moe is None:
+        return dense
+    outputs = (moe.n_experts_per_tok + 2) * geometry.hidden_size
+    inside = 3 * max(moe.intermediate_size, moe.shared_intermediate_size)
+    return max(dense, outputs + inside + ROUTER_ROW * moe.n_experts)

@@ -141,8 +141,8 @@ class Library:
         self._copies = [ctypes.CDLL(str(self._plain.path))]
         with tempfile.TemporaryDirectory() as scratch:
             for number in range(1, num_threads):
-                copy = shutil.copy(self._plain.path, Path(scratch) / f"{number}.so")
-                self._copies.append(ctypes.CDLL(str(copy)))
+                path = shutil.copy(self._plain.path, Path(scratch) / f"{number}.so")
+                self._copies.append(ctypes.CDLL(str(path)))
         for copy in self._copies:
             copy.host_launch.restype = ctypes.c_char_p
         self._team = ThreadPoolExecutor(num_threads, "host-kernel")
@@ -189,20 +189,20 @@ class Library:
         if self._watched is not None:
             _run_watched(self._watched, self._watched.kernels.index(kernel), setup, checked)
             return
-        runs = [
-            self._team.submit(self._run, copy, kernel, setup, checked)
-            for copy in range(min(len(self._copies), grid[0] * grid[1] * grid[2]))
-        ]
-        errors = [error for error in (run.result() for run in runs) if error]
-        if errors:
-            raise KernelFault(errors[0])
+        if len(self._copies) == 1:
+            errors = [self._run(0, kernel, setup, checked)]
+        else:
+            runs = [self._team.submit(self._run, copy, kernel, setup, checked) for copy in range(len(self._copies))]
+            errors = [run.result() for run in runs]
+        if any(errors):
+            raise KernelFault("\n".join(filter(None, errors)))
 
     def _run(self, copy: int, kernel: str, setup: tuple[Any, ...], arguments: Sequence[_Argument]) -> str:
         """This copy's share of the blocks; what went wrong, or nothing."""
         grid, block, shared_bytes, schedule, seed = setup
         memory = [ctypes.create_string_buffer(a.value or struct.pack("Q", a.address)) for a in arguments]
         pointers = (ctypes.c_void_p * max(len(memory), 1))(*map(ctypes.addressof, memory))
-        variables = (_Variable * max(len(self._plain.variables), 1))(*self._plain.variables)
+        variables = (_Variable * max(len(self._plain.variables), 1))(*(_Variable(*v) for v in self._plain.variables))
         launch = _Launch(
             ctypes.addressof(self._tables[copy][self._plain.kernels.index(kernel)]),
             *((ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block), shared_bytes, seed, schedule),

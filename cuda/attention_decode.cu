@@ -11,9 +11,9 @@
 //            the tensor cores take it
 // launcher   grid (num_splits, n_kv_heads · ⌈n_rep / 16⌉, num_seqs), block 32 · kWarps, shared memory
 //            kWarps · kStages · 64 · kHeadDim bytes; attention_combine: grid (n_heads, num_seqs), block kHeadDim
-#include "include/ptx.cuh"
-#include "include/reduce.cuh"
-#include "include/vec.cuh"
+#include "ptx.cuh"
+#include "reduce.cuh"
+#include "vec.cuh"
 
 constexpr int kChunk = 16;  // tokens that a warp takes at once
 constexpr float kLog2e = 1.4426950408889634f;
@@ -22,7 +22,8 @@ constexpr float kLog2e = 1.4426950408889634f;
 // Where the 16 bytes number `unit` of row `row` lie in a tile: spread so that 8 rows of one column use all banks.
 template <int kHeadDim>
 __device__ __forceinline__ int place(int row, int unit) {
-  return row * kHeadDim + ((unit ^ (row & 7)) & 7 | unit & ~7) * 8;
+  const bool whole = unit < kHeadDim / 64 * 8;  // of eight units that can change places
+  return row * kHeadDim + (whole ? unit ^ (row & 7) : unit) * 8;
 }
 
 __device__ __forceinline__ unsigned pack2(float low, float high, bf16) { return pack_bf16(low, high); }
@@ -37,8 +38,8 @@ __global__ void __launch_bounds__(32 * kWarps)
   constexpr int kSteps = kHeadDim / 16, kUnits = kHeadDim / 8, kTile = kChunk * kHeadDim;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, pair = lane % 4;
   const int n_rep = n_heads / n_kv_heads, groups = (n_rep + 15) / 16;
-  const int kv_head = blockIdx.y / groups, first_head = kv_head * n_rep + blockIdx.y % groups * 16;
-  const int num_heads = min(16, n_rep - blockIdx.y % groups * 16);
+  const int kv_head = static_cast<int>(blockIdx.y) / groups, first_head = kv_head * n_rep + static_cast<int>(blockIdx.y) % groups * 16;
+  const int num_heads = min(16, n_rep - static_cast<int>(blockIdx.y) % groups * 16);
   const int seq = blockIdx.z, num_splits = gridDim.x;
   T* const ring = dynamic_shared<T>() + warp * kStages * 2 * kTile;  // [kStages][k, v][kChunk][kHeadDim]
 

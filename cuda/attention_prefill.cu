@@ -10,9 +10,9 @@
 // sums       float32; a running maximum a row, tile by tile; p is rounded to T as the tensor cores take it
 // launcher   grid (⌈num_tokens / queries⌉ + num_seqs, n_heads), block 32 · kWarps, shared memory
 //            2 · kHeadDim · (queries + 128) bytes
-#include "include/ptx.cuh"
-#include "include/reduce.cuh"
-#include "include/vec.cuh"
+#include "ptx.cuh"
+#include "reduce.cuh"
+#include "vec.cuh"
 
 constexpr int kTokens = 64;  // of a tile
 constexpr float kLog2e = 1.4426950408889634f;
@@ -24,7 +24,8 @@ __device__ __forceinline__ unsigned pack2(float low, float high, fp16) { return 
 // Where the 16 bytes number `unit` of row `row` lie in a tile: spread so that 8 rows of one column use all banks.
 template <int kHeadDim>
 __device__ __forceinline__ int place(int row, int unit) {
-  return row * kHeadDim + ((unit ^ (row & 7)) & 7 | unit & ~7) * 8;
+  const bool whole = unit < kHeadDim / 64 * 8;  // of eight units that can change places
+  return row * kHeadDim + (whole ? unit ^ (row & 7) : unit) * 8;
 }
 
 template <typename T, int kHeadDim, int kTiles, int kWarps>

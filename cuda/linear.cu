@@ -10,8 +10,8 @@
 // sums       float32, mma by mma in the order of steps within a warp, then warp by warp; one rounding at the end
 // launcher   grid ⌈out_features / (16 · kRowTiles)⌉, block 32 · num_warps (at most 16), shared memory
 //            num_warps · 16 · kRowTiles · 8 · kTokenTiles floats; num_tokens ≤ 8 · kTokenTiles
-#include "include/ptx.cuh"
-#include "include/vec.cuh"
+#include "ptx.cuh"
+#include "vec.cuh"
 
 constexpr int kStep = 32;  // numbers of a row that a warp takes at once: 4 threads, 16 bytes each
 

@@ -119,8 +119,9 @@ void multiply(void* const* arguments, Convert convert) {
     }
   }
   R sums[16] = {};
-  for (int row = 0; row < 16; ++row)
-    for (int k = 0; k < kK; ++k) sums[row] += a[row][k] * b[k];
+  for (int k = 0; k < kK; ++k)
+#pragma GCC unroll 16
+    for (int row = 0; row < 16; ++row) sums[row] += a[row][k] * b[k];
   for (int lane = 0; lane < 32; ++lane) {
     T* d = static_cast<T*>(static_cast<Mma*>(arguments[lane])->d);
     for (int i = 0; i < 4; ++i) d[i] += sums[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];

@@ -27,13 +27,17 @@ namespace {
 constexpr unsigned kMaxThreads = 1024;
 constexpr size_t kGuardBytes = 256;  // behind dynamic shared memory
 
-struct Warp {
-  unsigned ready, waiting, exited, exists;  // a bit a lane; waiting: in a meeting
+struct alignas(64) Warp {
+  unsigned ready, meeting, at_barrier, exited, exists;  // a bit a lane
+  unsigned mask;                                         // of the meeting that began last, with place and kind
+  int line;
+  Meeting kind;
   void* arguments[32];
   unsigned num_meetings;
   char order[2];  // addresses for ThreadSanitizer: what happens before a meeting, by its parity
 };
 struct Barrier {
+  Thread* first;  // of those who wait
   unsigned arrived, expected, votes, result, phase;
   char order[2];
 };
@@ -117,35 +121,38 @@ void set_waiting(Thread* thread) {
   if (!warp.ready) ready_warps &= ~(1u << thread->warp);
 }
 
+bool is_ready(const Thread& thread) { return warps[thread.warp].ready >> thread.lane & 1; }
+
 // The threads that do not run, a line for each group of neighbours that waits at the same place.
 void describe_waiting(char* to, size_t size) {
+  char before[400] = "", now[400];
   size_t used = 0;
-  for (unsigned first = 0, end; first < num_threads && used + 1 < size; first = end) {
-    const Thread& thread = threads[first];
-    for (end = first + 1; end < num_threads; ++end)
-      if (threads[end].state != thread.state || threads[end].site.line != thread.site.line ||
-          threads[end].mask != thread.mask)
-        break;
-    char where[400];
-    if (thread.state == Thread::kExited)
-      snprintf(where, sizeof where, "have exited");
-    else if (thread.state == Thread::kReady)
-      snprintf(where, sizeof where, "can go on");
-    else if (thread.state == Thread::kInMeeting)
-      snprintf(where, sizeof where, "wait at %s, mask 0x%08x, %s:%d", thread.site.what, thread.mask, thread.site.file,
+  for (unsigned i = 0, first = 0; i <= num_threads && used + 1 < size; ++i) {
+    const Thread& thread = threads[i];
+    const unsigned bit = 1u << thread.lane;
+    if (i == num_threads)
+      now[0] = 0;
+    else if (warps[thread.warp].exited & bit)
+      snprintf(now, sizeof now, "have exited");
+    else if (warps[thread.warp].meeting & bit)
+      snprintf(now, sizeof now, "wait at %s, mask 0x%08x, %s:%d", thread.site.what, thread.mask, thread.site.file,
                thread.site.line);
     else
-      snprintf(where, sizeof where, "wait at %s, %s:%d", thread.site.what, thread.site.file, thread.site.line);
-    int wrote = snprintf(to + used, size - used, "\n  threads %u to %u %s", first, end - 1, where);
-    if (wrote > 0) used += static_cast<size_t>(wrote);
+      snprintf(now, sizeof now, "wait at %s, %s:%d", thread.site.what, thread.site.file, thread.site.line);
+    if (i && strcmp(before, now)) {
+      const int wrote = snprintf(to + used, size - used, "\n  threads %u to %u %s", first, i - 1, before);
+      if (wrote > 0) used += static_cast<size_t>(wrote);
+      first = i;
+    }
+    strcpy(before, now);
   }
 }
 
 [[noreturn, gnu::cold, gnu::noinline]] void nobody_can_run() {
   bool at_barrier = false, in_meeting = false;
-  for (unsigned i = 0; i < num_threads; ++i) {
-    at_barrier |= threads[i].state == Thread::kAtBarrier;
-    in_meeting |= threads[i].state == Thread::kInMeeting;
+  for (const Warp& warp : warps) {
+    at_barrier |= warp.at_barrier != 0;
+    in_meeting |= warp.meeting != 0;
   }
   char waiting[2500] = "";
   describe_waiting(waiting, sizeof waiting);
@@ -204,7 +211,6 @@ void thread_main() {
     launch->kernel->invoke(launch->arguments);
     __tsan_release(&end_order);
     Thread* self = current;
-    self->state = Thread::kExited;
     warps[self->warp].exited |= 1u << self->lane;
     set_waiting(self);
     if (++num_exited == num_threads)
@@ -259,15 +265,14 @@ void run_block() {
   num_exited = 0;
   ready_warps = 0;
   memset(barriers, 0, sizeof barriers);
+  memset(static_cast<void*>(warps), 0, sizeof warps);
   for (unsigned warp = 0; warp * 32 < num_threads; ++warp) {
     const unsigned lanes = num_threads - warp * 32;
     const unsigned exists = lanes >= 32 ? 0xffffffffu : (1u << lanes) - 1;
-    warps[warp] = {};
     warps[warp].exists = exists;
     set_ready(warp, exists);
   }
   for (unsigned i = 0; i < num_threads; ++i) {
-    threads[i].state = Thread::kReady;
     CopyQueue& queue = queues[i];
     if (queue.last || queue.last_group) queue.first = queue.last = queue.first_group = queue.last_group = 0;
   }
@@ -309,9 +314,11 @@ void meet(Meeting meeting, unsigned mask, void* argument, const char* what, cons
   Warp& warp = warps[self->warp];
   const unsigned bit = 1u << self->lane;
   self->meeting = meeting, self->mask = mask, self->site = {what, file, line};
-  const unsigned others = warp.waiting & mask;
+  const unsigned others = warp.meeting & mask;
   if (!(mask & bit) || mask & (warp.exited | ~warp.exists)) wrong_mask();
-  if (others) {
+  if (!others) {
+    warp.kind = meeting, warp.mask = mask, warp.line = line;
+  } else if (warp.kind != meeting || warp.mask != mask || warp.line != line) {  // or two groups meet at a time
     const Thread& other = threads[self->warp * 32 + lowest(others)];
     if (other.meeting != meeting || other.mask != mask || other.site.line != line) different_places(other);
   }
@@ -321,14 +328,11 @@ void meet(Meeting meeting, unsigned mask, void* argument, const char* what, cons
   if ((others | bit) == mask) {
     meeting(mask, warp.arguments);
     ++warp.num_meetings;
-    warp.waiting &= ~mask;
-    for (unsigned lanes = others; lanes; lanes &= lanes - 1)
-      threads[self->warp * 32 + lowest(lanes)].state = Thread::kReady;
+    warp.meeting &= ~mask;
     set_ready(self->warp, others);
     reschedule(true);
   } else {
-    warp.waiting |= bit;
-    self->state = Thread::kInMeeting;
+    warp.meeting |= bit;
     set_waiting(self);
     reschedule(false);
   }
@@ -346,15 +350,11 @@ unsigned barrier(int id, unsigned expected, unsigned votes, Site site) {
   if (barrier.arrived && barrier.expected != expected)
     fault("%s at %s:%d: expects %u threads where others expect %u", site.what, site.file, site.line, expected,
           barrier.expected);
-  if (barrier.arrived && id == 0)
-    for (unsigned i = 0; i < num_threads; ++i)  // neighbours are looked at first: one look is the rule
-      if (threads[i].state == Thread::kAtBarrier && threads[i].barrier == 0) {
-        if (threads[i].site.line != site.line)
-          fault("threads of one block wait at different barriers: thread %u at %s, %s:%d; thread %u at %s, %s:%d",
-                self->linear, site.what, site.file, site.line, i, threads[i].site.what, threads[i].site.file,
-                threads[i].site.line);
-        break;
-      }
+  if (!barrier.arrived) barrier.first = self;
+  if (id == 0 && barrier.first->site.line != site.line)
+    fault("threads of one block wait at different barriers: thread %u at %s, %s:%d; thread %u at %s, %s:%d",
+          self->linear, site.what, site.file, site.line, barrier.first->linear, barrier.first->site.what,
+          barrier.first->site.file, barrier.first->site.line);
   const unsigned phase = barrier.phase & 1;
   barrier.expected = expected;
   barrier.votes += votes;
@@ -364,14 +364,16 @@ unsigned barrier(int id, unsigned expected, unsigned votes, Site site) {
     barrier.result = barrier.votes;
     barrier.votes = 0;
     ++barrier.phase;
-    for (unsigned i = 0; i < num_threads; ++i)
-      if (threads[i].state == Thread::kAtBarrier && threads[i].barrier == id) {
-        threads[i].state = Thread::kReady;
-        set_ready(threads[i].warp, 1u << threads[i].lane);
-      }
+    for (unsigned w = 0; w * 32 < num_threads; ++w) {
+      unsigned lanes = 0;
+      for (unsigned waiting = warps[w].at_barrier; waiting; waiting &= waiting - 1)
+        if (threads[w * 32 + lowest(waiting)].barrier == id) lanes |= waiting & -waiting;
+      warps[w].at_barrier &= ~lanes;
+      if (lanes) set_ready(w, lanes);
+    }
     reschedule(true);
   } else {
-    self->state = Thread::kAtBarrier;
+    warps[self->warp].at_barrier |= 1u << self->lane;
     set_waiting(self);
     reschedule(false);
   }
@@ -383,7 +385,7 @@ void yield() {  // to the next thread that can run, by number: whoever is waited
   unsigned next = current->linear;
   do
     next = (next + 1) % num_threads;
-  while (threads[next].state != Thread::kReady);
+  while (!is_ready(threads[next]));
   run(&threads[next]);
 }
 void maybe_yield() {

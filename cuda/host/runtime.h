@@ -41,12 +41,11 @@ using Meeting = void (*)(unsigned mask, void* const* arguments);
 struct alignas(64) Thread {
   uint3 index;
   unsigned linear, lane, warp;
-  enum State { kReady, kInMeeting, kAtBarrier, kExited } state;
-  unsigned mask;
+  unsigned mask;  // of the meeting
+  int barrier;
   Meeting meeting;
   void* stack_pointer;
   Site site;  // where it waits
-  int barrier;
   CopyQueue* queue;
   char* stack;
   void* fake_stack;  // AddressSanitizer's

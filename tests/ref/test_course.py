@@ -145,6 +145,14 @@ def test_the_readme_links_every_page_and_every_file() -> None:
     assert (files | pages) - links == set()
 
 
+def test_each_page_leads_to_the_next_of_the_readme() -> None:
+    order = re.findall(r"\]\(course/(\w+)\.md\)", (REF / "README.md").read_text("utf-8"))
+    following = [
+        re.findall(r"^Next: .*?\]\((.*?)\)", (COURSE / f"{page}.md").read_text("utf-8"), re.M) for page in order
+    ]
+    assert following == [[f"{page}.md"] for page in order[1:]] + [["../EXERCISES.md"]]
+
+
 def test_every_plot_stands_on_a_page() -> None:
     shown = {link for path in TEXTS for link in LINK.findall(path.read_text("utf-8")) if link.endswith(".svg")}
     assert shown == {path.name for path in COURSE.glob("*.svg")}

@@ -19,8 +19,16 @@ from numpy.typing import NDArray
 from conformance.case import Case, Inputs, Outputs
 from conformance.engine_run import BLOCK_SIZE, make_runner, run_chunks
 from conformance.golden import model_inputs
-from conformance.golden_families import FAMILY_GOLDENS, family_model, family_prompts, family_tensors
-from conformance.golden_models import GOLDEN_SEED, GOLDENS, golden_model, golden_prompts
+from conformance.golden_families import FAMILY_GOLDENS, PROMPT_LENGTHS, family_tensors
+from conformance.golden_models import (
+    GOLDEN_SEED,
+    GOLDENS,
+    Config,
+    golden_model,
+    golden_prompts,
+    random_ids,
+    write_checkpoint,
+)
 from engine.api import GenerationRequest, SamplingParams
 from engine.build import build_engine
 from engine.config import EngineConfig
@@ -44,29 +52,55 @@ FAMILIES = (
     "qwen2_moe",
     "qwen3_moe",
     "deepseek_moe",
+    "command_r",
+    "command_r_plus",
+    "minicpm",
+    "minicpm_moe",
+    "qwen1",
+    "cpm1",
 )  # of golden_families, those that the engine serves
+_LANGUAGE = {key: value for key, value in FAMILY_GOLDENS["qwen2"].items() if key not in ("architectures", "model_type")}
+VARIANTS: dict[str, Config] = {  # models without stored goldens: ref alone speaks for them
+    "qwen1_long": {**FAMILY_GOLDENS["qwen1"], "seq_length": 8, "no_bias": False},
+    "deepseek_vl": {
+        "architectures": ["DeepseekVLForConditionalGeneration"],
+        "torch_dtype": "float32",
+        "text_config": _LANGUAGE,
+    },
+    "deepseek_vl_published": {
+        "architectures": ["MultiModalityCausalLM"],
+        "torch_dtype": "float32",
+        "language_config": {**_LANGUAGE, "tie_word_embeddings": False},
+    },
+}
+GENERATED = ("llama3", "dynamic", "mistral", "qwen2_moe", "command_r_plus", "minicpm", "qwen1_long", "cpm1")
+LASTING_TABLE = ("dynamic", "qwen1_long")  # the prompt's length chooses their rope table, for all that follows
 MAX_TOKENS = 8
+_CONFIGS = FAMILY_GOLDENS | VARIANTS
 CHUNKS = {"whole": (1000, 1000, 1000), "chunks": (1, 8, 33), "decode": (1, 1, 1)}  # tokens a step of each sequence
 
 
 def cases() -> list[Case]:
     found = [_forward(name, "chunks") for name in GOLDENS]
     found += [_forward("mistral", "whole"), _forward("llama3", "decode")]
-    found += [_forward(name, "chunks") for name in FAMILIES]
-    return found + [_generate(name) for name in ("llama3", "dynamic", "mistral", "qwen2_moe")]
+    found += [_forward(name, "chunks") for name in (*FAMILIES, *VARIANTS)]
+    return found + [_generate(name) for name in GENERATED]
 
 
 def _inputs(name: str) -> Inputs:
     """config and weights as ref has them, and prompts, of either kind of golden model."""
     if name in GOLDENS:
         return model_inputs(name) | {"prompts": golden_prompts(name)}
-    config = FAMILY_GOLDENS[name]
-    tensors = family_tensors(config, GOLDEN_SEED)
-    return {"config": parse_config(config), "weights": tensors, "prompts": family_prompts(name)}
+    config = _CONFIGS[name]
+    parsed = parse_config(config)
+    prompts = random_ids(parsed.vocab_size, PROMPT_LENGTHS)
+    return {"config": parsed, "weights": family_tensors(config, GOLDEN_SEED), "prompts": prompts}
 
 
 def _make_model(folder: str, name: str) -> Path:
-    return golden_model(folder, name) if name in GOLDENS else family_model(folder, name)
+    if name in GOLDENS:
+        return golden_model(folder, name)
+    return write_checkpoint(folder, _CONFIGS[name], family_tensors(_CONFIGS[name], GOLDEN_SEED))
 
 
 def _forward(name: str, chunking: str) -> Case:
@@ -100,7 +134,7 @@ def _generate(name: str) -> Case:
         name=f"generate-{name}",
         axes={"golden": name, "max_tokens": MAX_TOKENS, "num_blocks": _num_blocks(name)},
         make_inputs=lambda seed: _inputs(name),
-        reference=_generate_reference,
+        reference=lambda **inputs: _generate_reference(name, **inputs),
         candidate=lambda ops, **inputs: _generate_candidate(name, inputs["prompts"]),
     )
 
@@ -110,13 +144,13 @@ def _num_blocks(name: str) -> int:
     return 28 if name in GOLDENS else 9
 
 
-def _generate_reference(config: ModelConfig, weights: Inputs, prompts: list[list[int]]) -> Outputs:
-    """Dynamic rope keeps the table of the prompt's length, which the cache-free model would not: ids only."""
+def _generate_reference(name: str, config: ModelConfig, weights: Inputs, prompts: list[list[int]]) -> Outputs:
+    """A rope table that lasts is not that of the model without a cache, which sees a longer sequence: ids only."""
     outputs: Outputs = {}
     for i, prompt in enumerate(prompts):
         new_ids = generate(config, weights, prompt, MAX_TOKENS, ignore_eos=True)
         outputs[f"token_ids{i}"] = np.array(new_ids, np.int64)
-        if config.rope.kind != "dynamic":
+        if name not in LASTING_TABLE:
             logprobs = log_softmax(forward(config, weights, prompt + new_ids))
             outputs[f"logprobs{i}"] = logprobs[np.arange(len(prompt) - 1, len(prompt + new_ids) - 1), new_ids]
     return outputs
@@ -143,6 +177,6 @@ def _generate_candidate(name: str, prompts: Sequence[Sequence[int]]) -> Outputs:
         logprobs[int(event.request_id)] += [entry.logprob for entry in event.logprobs or ()]
     assert engine.scheduler.num_preemptions > 0, "the pool was meant to be too small"
     outputs: Outputs = {f"token_ids{i}": np.array(ids, np.int64) for i, ids in enumerate(token_ids)}
-    if name != "dynamic":
+    if name not in LASTING_TABLE:
         outputs |= {f"logprobs{i}": np.array(values, np.float32) for i, values in enumerate(logprobs)}
     return outputs

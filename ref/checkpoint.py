@@ -6,6 +6,7 @@ model.safetensors.index.json, whose weight_map says which file holds which tenso
 
 A tensor as stored is a view of the map: nothing of it is in memory before it is looked at, and the system may take it
 out again. So a model may be larger than the memory (ref/quant/stored.py).
+Source: the description of the format in the safetensors project.
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 def is_float(tensor: Array) -> bool:
-    """Whether the elements are numbers in floating point, BF16 among them, rather than codes or integers."""
+    """Whether a tensor, [...], holds floating point, BF16 too, rather than codes or integers."""
     return tensor.dtype == BF16 or bool(np.issubdtype(tensor.dtype, np.floating))
 
 
 def widen(tensor: Array, dtype: DTypeLike | None = None) -> Array:
-    """The tensor in dtype, exact from the 16-bit types; None: BF16 as float32, anything else as it is.
+    """The tensor in dtype, shape as tensor; exact from the 16-bit types.
+
+    Args:
+        tensor: any shape, as stored.
+        dtype: None: BF16 as float32, anything else as it is.
 
     Edge cases: a tensor of this dtype is returned itself, not a copy.
     """
@@ -76,7 +81,7 @@ def read_checkpoint(folder: str | Path, dtype: DTypeLike | None = np.float32) ->
 
 
 def read_safetensors(path: str | Path, dtype: DTypeLike | None = np.float32) -> dict[str, Array]:
-    """All tensors of one file by name, as in read_checkpoint."""
+    """All tensors of one file by name, as in read_checkpoint. Raises FileNotFoundError and ValueError as that."""
     path = Path(path)
     size = path.stat().st_size
     if size < 8:

@@ -1,7 +1,7 @@
 """config.json of a checkpoint, in the form of transformers 4 or 5, as the small record of its family.
 
 What is read for which family stands at the head of that family's file in ref/model; the common keys are in
-ref/model/fields.py.
+ref/model/fields.py. Source: the config classes of transformers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ def read_config(path: str | Path) -> ModelConfig:
 
 
 def parse_config(config: Mapping[str, Any]) -> ModelConfig:
-    """A loaded config.json as its family's record. Where a key is missing the default is that of transformers."""
+    """A loaded config.json as its family's record. Where a key is missing the default is that of transformers.
+
+    Raises:
+        ValueError: names the key that is missing or cannot be honoured.
+    """
     family = family_of((config.get("architectures") or ["none"])[0])
     if config.get("quantization_config") is not None:
         parse_quantization_config(config["quantization_config"])  # refuses what cannot be read, before it is read

@@ -3,6 +3,8 @@
 prefill: run the whole prompt through the model once, which fills the cache and gives the logits of its last token.
 decode:  pick a token, run it alone (its keys and values join the cache), and so on. Attention reads the past from
          the cache, so a step costs one token's arithmetic; the answer is that of the model without a cache.
+
+Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention".
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ def generate(
     temperature 0 is greedy. Otherwise uniforms [max_tokens], numbers from [0, 1), decide the draws, so the result is
     a function of the arguments alone. With dynamic rope and longrope the prompt's length chooses the table, for good:
     keys in the cache are rotated already and cannot follow a later change.
+    weights: as ref.quant.scheme.read_weights gives them; those that stay in their files are decoded anew each token.
     Raises ValueError for an empty prompt, an id outside the vocabulary, or weights that do not fit config.
     """
     if not prompt_ids:
@@ -62,7 +65,8 @@ def generate(
 
 
 def forward_chunk(config: ModelConfig, weights: Weights, token_ids: Sequence[int], cache: Cache) -> Array:
-    """Runs the next tokens of the sequence and adds them to the cache: [num_tokens] → [num_tokens, vocab_size].
+    """Runs the next tokens of the sequence and adds them to the cache: [num_tokens] → [num_tokens, vocab_size], in the
+    dtype of the weights.
 
     The same code does prefill (many tokens, nothing cached), a chunk of a prompt, and decode (one token).
     """

@@ -1,6 +1,7 @@
 """Mixture of experts as a block of a model: a router, experts that are gated MLPs, and maybe one that all tokens use.
 
 The operations are ref/moe_routing.py and ref/moe.py. Beside the block stand the names and shapes of its weights.
+Source: Dai et al. 2024, "DeepSeekMoE", and the papers named there.
 """
 
 from __future__ import annotations
@@ -49,9 +50,11 @@ def moe_block(moe: MoeConfig, run: Run, key: str, hidden: Array) -> Array:
         key: the block's name in the checkpoint, such as model.layers.0.mlp.
         hidden: [num_tokens, hidden_size], normed.
     Returns:
-        [num_tokens, hidden_size].
+        [num_tokens, hidden_size], dtype of hidden.
+    Raises:
+        ValueError: see moe_route.
 
-    An expert that no token has chosen is not looked at.
+    An expert that no token has chosen is not looked at, let alone decoded.
     """
     router_logits = run.linear(f"{key}.gate", hidden)
     expert_ids, weights = moe_route(
@@ -83,6 +86,7 @@ def moe_block(moe: MoeConfig, run: Run, key: str, hidden: Array) -> Array:
 
 
 def moe_shapes(moe: MoeConfig, key: str, hidden_size: int) -> Shapes:
+    """Name and shape of every weight of the block."""
     shapes = linear_shapes(f"{key}.gate", moe.n_experts, hidden_size)
     if moe.selection_bias:
         shapes[f"{key}.gate.e_score_correction_bias"] = (moe.n_experts,)

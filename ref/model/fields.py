@@ -1,4 +1,7 @@
-"""What the config.json of every family says alike, and how its keys are read: in the form of transformers 4 or 5."""
+"""What the config.json of every family says alike, and how its keys are read: in the form of transformers 4 or 5.
+
+Source: the config classes of transformers, whose keys, meanings and defaults these are.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,7 @@ def common_fields(config: Config, **defaults: Any) -> dict[str, Any]:
 
 
 def integer(config: Config, key: str, default: int | None = None) -> int:
-    """A positive integer."""
+    """A positive integer. Raises ValueError, with what was found, for anything else."""
     value = default if config.get(key) is None else config[key]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"config.json: {key} must be a positive integer, found {value!r}")
@@ -103,6 +106,7 @@ def integer(config: Config, key: str, default: int | None = None) -> int:
 
 
 def number(config: Config, key: str, default: float | None = None) -> float:
+    """A number. Raises ValueError, with what was found, for anything else."""
     value: Any = default if config.get(key) is None else config[key]
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"config.json: {key} must be a number, found {value!r}")
@@ -110,7 +114,7 @@ def number(config: Config, key: str, default: float | None = None) -> float:
 
 
 def one_of(config: Config, key: str, known: Sequence[str], default: str) -> str:
-    """A name out of those that ref knows."""
+    """A name out of those that ref knows. Raises ValueError, with their list, for another."""
     value = default if config.get(key) is None else config[key]
     if value not in known:
         supported = ", ".join(map(repr, known))
@@ -119,7 +123,11 @@ def one_of(config: Config, key: str, known: Sequence[str], default: str) -> str:
 
 
 def parse_rope(config: Config, max_position_embeddings: int) -> RopeConfig:
-    """rope_theta and rope_scaling (4.x), or both in rope_parameters (5.x)."""
+    """rope_theta and rope_scaling (4.x), or both in rope_parameters (5.x).
+
+    Raises:
+        ValueError: a kind of rope that is not known, by name, or one without a number that it needs.
+    """
     rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
     kind = _rope_kind(rope)
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:

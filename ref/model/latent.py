@@ -1,6 +1,7 @@
 """Multi-head latent attention as a block of a model: DeepSeek V2 and V3, MiniCPM3. The operation itself is ref/mla.py.
 
-Beside it stand the names and shapes of its weights.
+Beside it stand the names and shapes of its weights. kv_b_proj is decoded whatever its format is, since in the absorbed
+form it multiplies queries and sums, not a layer's input. Source: DeepSeek-AI 2024, "DeepSeek-V2".
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ class LatentConfig(ModelConfig):
 
 
 def latent_fields(config: Config, **defaults: Any) -> dict[str, Any]:
-    """The fields of LatentConfig by name, as ref.model.fields.common_fields."""
+    """The fields of LatentConfig by name, as ref.model.fields.common_fields.
+
+    Raises:
+        ValueError: as common_fields; or queries and keys of different numbers of heads.
+    """
     nope, rotated = integer(config, "qk_nope_head_dim"), integer(config, "qk_rope_head_dim")
     fields = common_fields({**config, "head_dim": nope + rotated}, **defaults)
     if fields["n_kv_heads"] != fields["n_heads"]:
@@ -53,6 +58,7 @@ def latent_fields(config: Config, **defaults: Any) -> dict[str, Any]:
 
 
 def latent_shapes(config: LatentConfig, layer: int) -> Shapes:
+    """Name and shape of every weight of the block."""
     key, hidden, rank = f"model.layers.{layer}.self_attn", config.hidden_size, config.kv_lora_rank
     n_heads, bias = config.n_heads, config.attention_bias
     shapes: Shapes = {}
@@ -78,7 +84,7 @@ def latent_attention(
         cos_sin: [num_tokens, qk_rope_head_dim].
         interleaved: DeepSeek turns neighbours, MiniCPM3 halves.
     Returns:
-        [num_tokens, hidden_size].
+        [num_tokens, hidden_size], dtype of hidden.
     """
     key, num_tokens = f"model.layers.{layer}.self_attn", len(hidden)
     if config.q_lora_rank is None:

@@ -1,6 +1,6 @@
 """One pass through a model: where weights come from, where values are rounded and shown, where keys are kept.
 
-The files of the families say what is computed; this one is what they say it with.
+The files of the families say what is computed; this one is what they say it with. Source: its own definitions.
 """
 
 from __future__ import annotations

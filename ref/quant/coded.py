@@ -1,7 +1,7 @@
 """A weight as a value, whatever its format: decode it, or multiply by it as a kernel would.
 
 Three kinds: an array (floating point), `GroupedInt` (4 or 8 bits in groups: GPTQ, AWQ, pack-quantized), and
-`CodedWeight` (int8 or fp8, whose activations may be 8 bits wide too).
+`CodedWeight` (int8 or fp8, whose activations may be 8 bits wide too). Source: that of each format's own file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ QuantWeight = Array | GroupedInt | CodedWeight
 
 
 def dequantize_weight(weight: QuantWeight, dtype: DTypeLike = np.float64) -> Array:
-    """[out, in] in dtype; one rounding, in the product with the scale."""
+    """The numbers of a weight [out, in], in dtype; one rounding, in the product with the scale."""
     if isinstance(weight, GroupedInt):
         return grouped_dequantize(weight, dtype)
     if not isinstance(weight, CodedWeight):
@@ -61,12 +61,14 @@ def quantized_linear(x: Array, weight: QuantWeight, bias: Array | None = None, *
 
     Args:
         x: [num_tokens, in], floating.
+        weight: [out, in] of any kind.
         bias: [out] or None.
         storage: the type of activations, to which a weight that is decoded on the way is rounded.
     Returns:
         [num_tokens, out], dtype of x.
     Raises:
         ValueError: a pairing of weight and activations that no format has.
+        OverflowError: see ref.quant.int8.int8_matmul.
 
     Numerics: int8 activations have the scale max |x| / 127 and codes within ±127, as GPU kernels have it. The package
     compressed-tensors, where it imitates a kernel in floating point, takes max |x| / 127.5 and codes from −128 to 127.
@@ -93,9 +95,10 @@ def quantized_linear(x: Array, weight: QuantWeight, bias: Array | None = None, *
 
 
 def weight_rows(weight: QuantWeight, rows: slice) -> QuantWeight:
-    """Some outputs of a weight: the same kind of value, [num_rows, in]. Nothing is decoded.
+    """Some outputs of a weight: the same kind of value, [num_rows, in], its dtype too. Nothing is decoded.
 
     Args:
+        weight: [out, in] of any kind.
         rows: from start to stop by ones; with tiles, start must be a multiple of their height.
     """
     if isinstance(weight, GroupedInt):

@@ -23,7 +23,14 @@ Array = NDArray[Any]
 
 
 def check_block_scale(scale: Array, shape: tuple[int, int], block: tuple[int, int] = (BLOCK, BLOCK)) -> None:
-    """Raises ValueError, with both shapes, for a scale that has another one than a weight of this shape needs."""
+    """Whether a scale has the shape that a weight's tiles need, [⌈out / block⌉, ⌈in / block⌉].
+
+    Args:
+        scale: any shape.
+        shape: [out, in] of the weight.
+    Raises:
+        ValueError: says both shapes.
+    """
     wanted = (math.ceil(shape[0] / block[0]), math.ceil(shape[1] / block[1]))
     if scale.shape != wanted:
         raise ValueError(
@@ -33,7 +40,7 @@ def check_block_scale(scale: Array, shape: tuple[int, int], block: tuple[int, in
 
 
 def expand_block_scale(scale: Array, shape: tuple[int, int], block: tuple[int, int] = (BLOCK, BLOCK)) -> Array:
-    """The scale of every element: [⌈out / block⌉, ⌈in / block⌉] → [out, in].
+    """The scale of every element: [⌈out / block⌉, ⌈in / block⌉] → [out, in], its dtype kept.
 
     Raises:
         ValueError: scale has another shape than the weight's needs.
@@ -63,7 +70,8 @@ def fp8_block_dequantize(codes: Codes, scale: Array, block: tuple[int, int] = (B
 
 
 def fp8_quantize_token_groups(x: Array, group: int = BLOCK) -> tuple[Codes, Array]:
-    """Activations per token and group of inputs: [num_tokens, in] → (codes, scale [num_tokens, ⌈in / group⌉]).
+    """Activations per token and group of inputs: [num_tokens, in] → (codes, scale [num_tokens, ⌈in / group⌉] in x's
+    dtype).
 
     Edge cases: the last group may be shorter; a group of zeros has scale 0 and codes 0.
     """

@@ -7,6 +7,7 @@ g(i) = i // group_size, or any list of group numbers: GPTQ with act-order takes 
 the error, so a group's members lie anywhere.
 
 Also the packing of small integers into int32 words that those files share.
+Source: Frantar et al. 2022, "GPTQ" (rounding in groups); the layout of words is that of GPTQ's, AWQ's files.
 """
 
 from __future__ import annotations
@@ -90,7 +91,10 @@ def grouped_quantize(weight: Array, bits: int, group_size: int, *, symmetric: bo
 
 
 def grouped_round(weight: Array, bits: int, scales: Array, zeros: Array, g_idx: NDArray[np.int64]) -> GroupedInt:
-    """The nearest integers for given scales and zeros [out, num_groups]; beyond the range, the range's end."""
+    """The nearest integers to weight [out, in] for given scales, zeros [out, num_groups] and groups g_idx [in].
+
+    Edge cases: beyond the range, the range's end.
+    """
     scale, zero = scales[:, g_idx], zeros[:, g_idx]  # [out, in]
     steps = np.rint(np.where(scale > 0, weight / np.where(scale > 0, scale, 1), 0)) + zero
     return GroupedInt(bits, np.clip(steps, 0, 2**bits - 1).astype(np.uint8), scales, zeros.astype(np.uint8), g_idx)
@@ -124,7 +128,7 @@ def grouped_linear(x: Array, weight: GroupedInt, bias: Array | None = None, *, s
 
 
 def check_bits(bits: Any) -> int:
-    """bits, if they are 4 or 8; ValueError otherwise (3 straddles words and is not supported)."""
+    """bits, if they are 4 or 8. Raises ValueError otherwise (3 straddles words and is not supported)."""
     if bits not in (4, 8):
         raise ValueError(f"bits is {bits!r}; integer weights of 4 or 8 bits are supported")
     return int(bits)
@@ -136,7 +140,7 @@ def pack_words(values: NDArray[Any], bits: int, axis: int, order: Sequence[int] 
     Value j of a word stands at bit bits · order[j]; order is 0, 1, 2 … unless given (AWQ's is not).
 
     Args:
-        values: integers 0 to 2^bits − 1; axis must be a multiple of 32 / bits long.
+        values: any shape, integers 0 to 2^bits − 1; axis must be a multiple of 32 / bits long.
     Raises:
         ValueError: it is not.
     """
@@ -151,7 +155,13 @@ def pack_words(values: NDArray[Any], bits: int, axis: int, order: Sequence[int] 
 
 
 def unpack_words(words: Words, bits: int, axis: int, order: Sequence[int] | None = None) -> NDArray[np.uint8]:
-    """The inverse of pack_words: axis becomes 32 / bits times as long."""
+    """The inverse of pack_words.
+
+    Args:
+        words: any shape.
+    Returns:
+        uint8, that shape, but axis 32 / bits times as long.
+    """
     per_word = WORD_BITS // bits
     last = np.ascontiguousarray(np.moveaxis(words, axis, -1)).view(np.uint32)
     shifts = np.array(order if order is not None else range(per_word), np.uint32) * bits

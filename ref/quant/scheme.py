@@ -1,7 +1,8 @@
 """From a checkpoint's tensors to the weight of a module, whatever its format.
 
 A module that is stored in floating point is taken as it is. Tensors come as
-`ref.checkpoint.read_checkpoint(folder, None)` gives them: integers as stored, codes of e4m3 as uint8.
+`ref.checkpoint.read_checkpoint(folder, None)` gives them: integers as stored, codes of e4m3 as uint8; their shapes are
+those that each format's own file names. Source: as there.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from ref.quant.scheme_config import QuantConfig, module_scheme, read_quantizatio
 from ref.quant.stored import StoredWeight, Weight, decoded, in_memory
 
 Array = NDArray[Any]
-Tensors = Mapping[str, Array]
 
 ACTIVATIONS = ("float", "format")
 KEEP_BYTES = 2 << 30
@@ -36,8 +36,8 @@ SUFFIXES = (
 )
 
 
-def unpack_module(tensors: Tensors, config: QuantConfig | None, module: str) -> QuantWeight:
-    """The weight of a linear module as a value: an array if it is stored in floating point, else its integers.
+def unpack_module(tensors: Mapping[str, Array], config: QuantConfig | None, module: str) -> QuantWeight:
+    """The weight [out, in] of a linear module as a value: an array if it is stored in floating point, else its integers.
 
     Args:
         tensors: the whole checkpoint, as stored. Codes of 8 bits and floating point are not read, only viewed.
@@ -67,7 +67,7 @@ def unpack_module(tensors: Tensors, config: QuantConfig | None, module: str) -> 
         raise ValueError(f"module {module}: {error}") from None
 
 
-def module_shape(tensors: Tensors, config: QuantConfig | None, module: str) -> tuple[int, ...]:
+def module_shape(tensors: Mapping[str, Array], config: QuantConfig | None, module: str) -> tuple[int, ...]:
     """[out, in] of a linear module, without unpacking 4 or 8 bits a weight.
 
     Raises:
@@ -84,7 +84,9 @@ def module_shape(tensors: Tensors, config: QuantConfig | None, module: str) -> t
     return unpack_module(tensors, config, module).shape
 
 
-def dequantize_module(tensors: Tensors, config: QuantConfig, module: str, dtype: DTypeLike = np.float64) -> Array:
+def dequantize_module(
+    tensors: Mapping[str, Array], config: QuantConfig, module: str, dtype: DTypeLike = np.float64
+) -> Array:
     """The weight of a linear module in floating point: [out, in] in dtype.
 
     Raises:
@@ -94,7 +96,7 @@ def dequantize_module(tensors: Tensors, config: QuantConfig, module: str, dtype:
 
 
 def stored_weights(
-    tensors: Tensors, config: QuantConfig | None, dtype: DTypeLike, *, activations: str = "float"
+    tensors: Mapping[str, Array], config: QuantConfig | None, dtype: DTypeLike, *, activations: str = "float"
 ) -> dict[str, StoredWeight]:
     """A whole checkpoint as weights that nobody has decoded yet: each module's `weight`, and whatever else is there.
 
@@ -123,7 +125,9 @@ def stored_weights(
     return weights
 
 
-def dequantize_checkpoint(tensors: Tensors, config: QuantConfig, dtype: DTypeLike = np.float64) -> dict[str, Array]:
+def dequantize_checkpoint(
+    tensors: Mapping[str, Array], config: QuantConfig, dtype: DTypeLike = np.float64
+) -> dict[str, Array]:
     """A whole checkpoint in floating point: each quantized module becomes its `weight`, the rest is converted.
 
     Raises:

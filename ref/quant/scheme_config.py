@@ -1,7 +1,7 @@
 """quantization_config of a checkpoint: which method, and what it says of a module.
 
 quant_method "gptq", "awq", "fp8" (DeepSeek's tiles, or one scale a tensor) and "compressed-tensors" are known; any
-other word is refused with the list.
+other word is refused with the list. Source: the keys that transformers, AutoGPTQ, AutoAWQ and llm-compressor write.
 """
 
 from __future__ import annotations

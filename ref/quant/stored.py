@@ -3,6 +3,7 @@
 A linear layer of ROWS outputs or fewer is decoded as a whole, and a wider one, such as the head, ROWS at a time; what
 was decoded is dropped after its product. So a model needs memory for its activations and one slice; the rest stays in
 the files. Decoding anew at each use costs time: `ref.quant.scheme.read_weights` decodes small checkpoints once.
+Source: a product of rows needs those rows alone; what is decoded, and how, stands in ref/quant/coded.py.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Weight = QuantWeight | StoredWeight
 
 
 def unpacked(weight: Weight) -> QuantWeight:
-    """The value of a weight, as stored."""
+    """The value of a weight: shape and dtype as stored."""
     return weight.unpack() if isinstance(weight, StoredWeight) else weight
 
 
@@ -49,7 +50,8 @@ def decoded(weight: Weight, dtype: DTypeLike) -> Array:
 
 
 def in_memory(weight: StoredWeight) -> QuantWeight:
-    """The weight apart from its files: decoded, or, to be multiplied as its format does, its codes and integers."""
+    """The weight apart from its files: decoded to its dtype, or, to be multiplied as its format does, its codes and
+    integers. Its shape stays."""
     value = weight.unpack()
     if isinstance(value, np.ndarray) or not weight.as_format:
         return np.array(dequantize_weight(value, weight.dtype))
@@ -57,7 +59,16 @@ def in_memory(weight: StoredWeight) -> QuantWeight:
 
 
 def weight_embedding(token_ids: NDArray[np.integer[Any]], weight: Weight, dtype: DTypeLike) -> Array:
-    """ref.embedding.embedding, of which only the rows that are asked for are read: [num_tokens, hidden_size]."""
+    """ref.embedding.embedding, of which only the rows that are asked for are read.
+
+    Args:
+        token_ids: [num_tokens].
+        weight: [vocab_size, hidden_size] of any kind.
+    Returns:
+        [num_tokens, hidden_size] in dtype.
+    Raises:
+        ValueError: an id outside the table.
+    """
     table = unpacked(weight)
     if isinstance(table, np.ndarray):
         return widen(embedding(token_ids, table), dtype)
@@ -94,7 +105,7 @@ def weight_linear(x: Array, weight: Weight, bias: Array | None = None, *, storag
 
 
 def row_slices(weight: QuantWeight) -> list[slice]:
-    """ROWS outputs each, the last fewer; in whole tiles, and at least one, if the weight has some."""
+    """ROWS outputs of a weight [out, in] each, the last fewer; whole tiles, at least one, if the weight has tiles."""
     tile = weight.block[0] if isinstance(weight, CodedWeight) and weight.block is not None else 1
     step, out = max(ROWS // tile, 1) * tile, weight.shape[0]
     return [slice(start, min(start + step, out)) for start in range(0, out, step)]

@@ -100,7 +100,7 @@ def _workspace(config: EngineConfig, model: Model, max_model_len: int) -> dict[s
     geometry = model.config
     rows = config.max_num_batched_tokens
     qkv = (geometry.n_heads + 2 * geometry.n_kv_heads) * geometry.head_dim
-    layer = rows * (2 * qkv + _mlp_row(geometry) + 4 * geometry.hidden_size)
+    layer = rows * (2 * qkv + mlp_numbers(geometry) + 4 * geometry.hidden_size)
     blocks = -(-max_model_len // config.block_size)
     whole = min(blocks, config.num_gpu_blocks_override or blocks) * config.block_size  # no sequence outgrows the pool
     gathered = min(max(DECODE_TILE, whole), config.max_num_seqs * whole)  # tokens held at once
@@ -117,7 +117,7 @@ def _workspace(config: EngineConfig, model: Model, max_model_len: int) -> dict[s
     }
 
 
-def _mlp_row(geometry: ModelConfig) -> int:
+def mlp_numbers(geometry: ModelConfig) -> int:
     """Numbers that the MLP holds at once for a row. With experts: the output of each choice, one expert that all rows
     have chosen, the one that all use anyway, and the choosing itself.
     """

@@ -37,7 +37,7 @@ SUFFIXES = (
 
 
 def unpack_module(tensors: Mapping[str, Array], config: QuantConfig | None, module: str) -> QuantWeight:
-    """The weight [out, in] of a linear module as a value: an array if it is stored in floating point, else its integers.
+    """The weight [out, in] of a linear module as a value: an array if stored in floating point, else its integers.
 
     Args:
         tensors: the whole checkpoint, as stored. Codes of 8 bits and floating point are not read, only viewed.

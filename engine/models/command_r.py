@@ -13,7 +13,7 @@ from engine.config import ModelConfig
 from engine.kv_cache import CacheSpec, KVCache
 from engine.models.llama import attention
 from engine.models.mlp import mlp, mlp_linears
-from engine.models.model import Model, Piece
+from engine.models.model import Model, Piece, times
 from engine.ops import OpTable
 from engine.weights import ArraySpec, LinearSpec, Norm, WeightMap, Weights
 
@@ -62,7 +62,7 @@ def build(config: ModelConfig, weights: Weights, ops: OpTable) -> Model:
             for layer in range(config.n_layers)
         ),
         final_norm=Norm(weights.arrays["norm"], config.norm_eps, "layernorm"),
-        logits=lambda hidden: ops.linear(hidden, weights.linears["lm_head"]) * config.logit_scale,
+        logits=lambda hidden: times(ops.linear(hidden, weights.linears["lm_head"]), config.logit_scale),
         cache_specs=(CacheSpec("full", tuple(range(config.n_layers)), config.n_kv_heads, config.head_dim),),
     )
 

@@ -10,7 +10,7 @@ from engine.batch import ForwardBatch
 from engine.config import ModelConfig
 from engine.kv_cache import KVCache
 from engine.models import llama
-from engine.models.model import Model
+from engine.models.model import Model, times
 from engine.models.moe import MINICPM
 from engine.ops import OpTable
 from engine.weights import WeightMap, Weights
@@ -33,15 +33,15 @@ def scaled(model: Model) -> Model:
     config = model.config
     return replace(
         model,
-        embed=lambda batch: model.embed(batch) * config.embedding_scale,
+        embed=lambda batch: times(model.embed(batch), config.embedding_scale),
         pieces=tuple(
             replace(piece, forward=_scaled_piece(piece.forward, config.residual_scale)) for piece in model.pieces
         ),
-        logits=lambda hidden: model.logits(hidden) * config.logit_scale,
+        logits=lambda hidden: times(model.logits(hidden), config.logit_scale),
     )
 
 
 def _scaled_piece(
     forward: Callable[[Array, ForwardBatch, KVCache], Array], scale: float
 ) -> Callable[[Array, ForwardBatch, KVCache], Array]:
-    return lambda hidden, batch, cache: forward(hidden, batch, cache) * scale
+    return lambda hidden, batch, cache: times(forward(hidden, batch, cache), scale)

@@ -37,3 +37,9 @@ class Model:
     final_norm: Norm
     logits: Callable[[Array], Array]  # normed rows [num_logits, hidden_size] → [num_logits, vocab_size]
     cache_specs: tuple[CacheSpec, ...]
+
+
+def times(x: Array, scale: float) -> Array:
+    """x scaled in place; it must be the caller's own."""
+    x *= scale
+    return x

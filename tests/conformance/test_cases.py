@@ -38,6 +38,7 @@ def test_what_is_skipped_and_why() -> None:
         "embedding one",
         "embedding odd",
         "embedding wide",
+        *(f"activation plain-{name}" for name in ("gelu_new", "gelu", "relu", "silu")),
         "rope padding",
         "attention decode-no-sequence",
         "attention decode-empty-sequence",

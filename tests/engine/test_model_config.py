@@ -193,8 +193,8 @@ def test_dynamic_ntk_begins_at_the_limit_of_the_config():
 
 
 def test_unknown_architecture_is_named_with_the_known_ones():
-    text = refusal(architectures=["GPT2LMHeadModel"])
-    assert "GPT2LMHeadModel" in text
+    text = refusal(architectures=["BloomForCausalLM"])
+    assert "BloomForCausalLM" in text
     assert "LlamaForCausalLM, MistralForCausalLM" in text
     for wrong in (None, [], "LlamaForCausalLM", [7], ["LlamaForCausalLM", "X"]):
         assert "architectures is" in refusal(architectures=wrong)

@@ -1,4 +1,9 @@
-"""Activation functions of the feed-forward block, and the gated unit."""
+"""Activation functions of the feed-forward block, and the gated unit.
+
+Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units" (gelu, and silu in passing); Ramachandran, Zoph, Le
+2017, "Searching for Activation Functions" (silu as swish); Nair and Hinton 2010, "Rectified Linear Units Improve
+Restricted Boltzmann Machines" (relu); names are those of Hugging Face configs, hidden_act.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ _erfc = np.vectorize(math.erfc, otypes=[np.float64])  # NumPy has none
 
 
 def sigmoid(x: Array) -> Array:
-    """σ(x) = 1 / (1 + exp(−x)); shape as x.
+    """σ(x) = 1 / (1 + exp(−x)); shape and dtype as x.
 
     Numerics: exp is taken of −|x| only, which cannot overflow: for negative x, σ(x) = exp(x) / (1 + exp(x)).
     """
@@ -25,7 +30,7 @@ def sigmoid(x: Array) -> Array:
 
 
 def silu(x: Array) -> Array:
-    """x · σ(x) = x / (1 + exp(−x)); shape as x. Also called swish.
+    """x · σ(x) = x / (1 + exp(−x)); shape and dtype as x. Also called swish.
 
     Numerics: exp is taken of −|x| only, as in sigmoid.
     Edge cases: silu(−inf) is NaN, as −inf · 0; finite inputs give finite outputs.
@@ -36,9 +41,8 @@ def silu(x: Array) -> Array:
 
 
 def gelu(x: Array) -> Array:
-    """x · Φ(x) = x · (1 + erf(x / √2)) / 2 = x · erfc(−x / √2) / 2, Φ being the normal distribution; shape as x.
+    """x · Φ(x) = x · (1 + erf(x / √2)) / 2 = x · erfc(−x / √2) / 2, Φ the normal distribution; shape and dtype as x.
 
-    Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units".
     Numerics: erfc in float64, as 1 + erf loses its digits where x is far below 0; the product in x's dtype.
     """
     y: Array = x * (_erfc(x / -math.sqrt(2)) / 2).astype(x.dtype)
@@ -46,17 +50,14 @@ def gelu(x: Array) -> Array:
 
 
 def gelu_tanh(x: Array) -> Array:
-    """x · (1 + tanh(√(2/π) · (x + 0.044715 x³))) / 2: gelu to within 5e-4, by another formula; shape as x.
-
-    Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units".
-    """
+    """x · (1 + tanh(√(2/π) · (x + 0.044715 x³))) / 2: gelu to within 5e-4, by another formula; shape and dtype as x."""
     inner = x.dtype.type(math.sqrt(2 / math.pi)) * (x + x.dtype.type(0.044715) * x * x * x)
     y: Array = x * (1 + np.tanh(inner)) / 2
     return y
 
 
 def relu(x: Array) -> Array:
-    """max(x, 0); shape as x."""
+    """max(x, 0); shape and dtype as x."""
     y: Array = np.maximum(x, 0)
     return y
 

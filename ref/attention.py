@@ -2,10 +2,11 @@
 
 Formula, for the query at position p of one head:  out = Σ_j softmax_j(sm_scale · q·k_j) v_j  over the visible keys
 j ≤ p and, with a window, j > p − window (so a query sees `window` keys, itself included).
-Grouped queries (GQA; Ainslie et al. 2023): n_heads is a multiple of n_kv_heads, and query head h reads KV head
+Grouped queries: n_heads is a multiple of n_kv_heads, and query head h reads KV head
 h // (n_heads / n_kv_heads). lse = log Σ_j exp(sm_scale · q·k_j), natural log, is what it takes to join parts later.
 Values may be of another width than keys, as in ref/mla.py; the answer has theirs.
 
+Source: Vaswani et al. 2017, "Attention Is All You Need"; Ainslie et al. 2023, "GQA".
 Numerics: scores, softmax and sums in q's dtype, one rounding at the end. A kernel that feeds the probabilities to
 tensor cores rounds them to `storage` first; the row's sum keeps the unrounded ones.
 Edge cases: a query that sees no key gives zeros and lse = −inf. No key that is not visible is ever read, so NaN in
@@ -33,7 +34,7 @@ def attend(q: Array, k: Array, v: Array, sm_scale: float, storage: str | None = 
         q: [n_heads, head_dim].
         k, v: [num_keys, n_kv_heads, head_dim].
     Returns:
-        out [n_heads, head_dim] and lse [n_heads].
+        out [n_heads, head_dim] and lse [n_heads], dtype of q.
     """
     n_heads, group = q.shape[0], q.shape[0] // k.shape[1]
     out, lse = np.empty((n_heads, v.shape[-1]), q.dtype), np.empty(n_heads, q.dtype)
@@ -75,7 +76,7 @@ def attention_dense(
         q: [q_len, n_heads, head_dim], the last q_len tokens of the sequence.
         k, v: [kv_len, n_kv_heads, head_dim], all tokens; kv_len ≥ q_len.
     Returns:
-        [q_len, n_heads, head_dim].
+        [q_len, n_heads, head_dim], dtype of q.
     """
     out = np.empty((*q.shape[:2], v.shape[-1]), q.dtype)
     for i in range(q.shape[0]):
@@ -109,7 +110,7 @@ def attention_prefill(
         cu_seqlens_q: [num_seqs + 1], running sum of query lengths, from 0.
         seq_lens: [num_seqs], keys of each sequence, the new ones included.
     Returns:
-        [num_tokens, n_heads, head_dim]; rows past cu_seqlens_q[−1] are padding and come back as zeros.
+        [num_tokens, n_heads, head_dim], dtype of q; rows past cu_seqlens_q[−1] are padding and come back as zeros.
     """
     out = np.zeros((*q.shape[:2], v_cache.shape[-1]), q.dtype)
     for s in range(len(seq_lens)):
@@ -139,7 +140,7 @@ def attention_decode(
         k_cache, v_cache, block_table, seq_lens: as in attention_prefill.
         num_splits: into how many parts each sequence's keys are cut; the answer is the same, to rounding.
     Returns:
-        [num_seqs, n_heads, head_dim].
+        [num_seqs, n_heads, head_dim], dtype of q.
     """
     partials = attention_decode_split(
         q, k_cache, v_cache, block_table, seq_lens, sm_scale, window, num_splits=num_splits, storage=storage
@@ -164,8 +165,11 @@ def attention_decode_split(
     One query cannot fill a GPU, but its keys can be shared out: each split answers for its own keys only, and
     attention_combine joins the answers. Source: Dao et al. 2023, "Flash-Decoding".
 
+    Args:
+        q, k_cache, v_cache, block_table, seq_lens: as in attention_decode.
     Returns:
-        partial_out [num_splits, num_seqs, n_heads, head_dim] and partial_lse [num_splits, num_seqs, n_heads].
+        partial_out [num_splits, num_seqs, n_heads, head_dim] and partial_lse [num_splits, num_seqs, n_heads], dtype
+        of q.
 
     Edge cases: a split without keys (short sequence, seq_len 0, all outside the window) is zeros and −inf.
     """
@@ -193,7 +197,7 @@ def attention_combine(partial_out: Array, partial_lse: Array) -> tuple[Array, Ar
         partial_out: [num_splits, num_seqs, n_heads, head_dim].
         partial_lse: [num_splits, num_seqs, n_heads].
     Returns:
-        out [num_seqs, n_heads, head_dim] and lse [num_seqs, n_heads].
+        out [num_seqs, n_heads, head_dim] and lse [num_seqs, n_heads], dtype of partial_out.
 
     Edge cases: a part without keys (−inf) has share 0; if all are, out is zeros and lse −inf.
     """

@@ -74,7 +74,7 @@ def beam_score(score: Array, length: int, length_penalty: float = 1.0) -> Array:
     """What finished texts are compared by: score / length^length_penalty.
 
     length counts generated tokens, EOS included. With a penalty of 0 sums are compared, which favours short texts; with
-    1 means are. score is [...] and so is the answer.
+    1 means are. score [...] is a sum of logprobs; the answer has its shape and dtype.
     """
     normalized: Array = score / score.dtype.type(length**length_penalty)
     return normalized

@@ -83,7 +83,8 @@ def reduce_scatter(
         axis: the axis that is cut.
         sizes: [world_size], length of each rank's slice; None deals out as split_sizes does.
     Returns:
-        One array a rank: slice r of all_reduce(shards).
+        One array a rank, of the shards' dtype: slice r of all_reduce(shards), sizes[r] long along axis, else of their
+        shape.
     Raises:
         ValueError: see all_reduce; sizes that do not fit the axis.
     """
@@ -116,7 +117,7 @@ def all_to_all(shards: Sequence[Array], counts: Sequence[Sequence[int]] | None =
         counts: [world_size, world_size], counts[s][d] entries go from s to d, in the order of d; None deals out each
             shard as split_sizes does.
     Returns:
-        One array a rank; rank d's has Σ_s counts[s][d] entries along axis. Exact.
+        One array a rank; rank d's has Σ_s counts[s][d] entries along axis; dtype of the shards. Exact.
     Raises:
         ValueError: see all_gather; counts that do not fit.
     """
@@ -133,6 +134,10 @@ def all_to_all(shards: Sequence[Array], counts: Sequence[Sequence[int]] | None =
 def broadcast(shards: Sequence[Array], root: int = 0) -> list[Array]:
     """What rank `root` has, on every rank; exact. What the others bring is not looked at.
 
+    Args:
+        shards: one array a rank, of any shape and dtype.
+    Returns:
+        One array a rank, of the root's shape and dtype.
     Raises:
         ValueError: root is no rank.
     """
@@ -145,7 +150,7 @@ def all_reduce_bytes(num_elements: int, world_size: int, itemsize: int = 2) -> l
     """Bytes that each rank sends (and receives) in a two-shot all_reduce of num_elements numbers of itemsize bytes.
 
     A rank that owns `own` of n elements sends n − own of them to their owners and its sum to world_size − 1 others.
-    Equal slices give 2 (world_size − 1)/world_size · n · itemsize.
+    Equal slices give 2 (world_size − 1)/world_size · n · itemsize. Raises ValueError as split_sizes does.
     """
     owned = split_sizes(num_elements, world_size)
     return [itemsize * (num_elements - own + own * (world_size - 1)) for own in owned]

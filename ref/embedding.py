@@ -1,4 +1,7 @@
-"""Token ids to vectors: the first thing a language model does, and the only place where it sees ids."""
+"""Token ids to vectors: the first thing a language model does, and the only place where it sees ids.
+
+Source: Bengio et al. 2003, "A Neural Probabilistic Language Model" (there it is the matrix C).
+"""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def quantize_groups(y: Floats) -> Quantized:
 
 
 def dequantize_groups(q: NDArray[np.int8], scale: NDArray[np.uint16]) -> Floats:
-    """q · scale, [num_groups, 32] float32; exact."""
+    """q [num_groups, 32] · scale [num_groups] (bfloat16 bits): [num_groups, 32] float32; exact."""
     return q.astype(np.float32) * bf16_to_float32(scale)[:, None]
 
 
@@ -104,7 +104,7 @@ def to_groups(x: Array, rotate: bool) -> Floats:
 
 
 def from_groups(groups: Floats, num_tokens: int, hidden_size: int, rotate: bool) -> Floats:
-    """The way back; what stands in the padding is dropped. [num_tokens, hidden_size] float32."""
+    """The way back: groups [num_tokens · ⌈hidden_size/32⌉, 32] → [num_tokens, hidden_size] float32, without padding."""
     x = hadamard(groups) if rotate else groups
     return x.reshape(num_tokens, -(-hidden_size // GROUP) * GROUP)[:, :hidden_size]
 
@@ -147,7 +147,7 @@ def reduce_slice(rank: int, owned: slice, groups: Sequence[Floats], sent: Sequen
     Args:
         owned: which groups it owns.
         groups: [num_groups, 32] float32 of each rank; only the owner's is read.
-        sent: each rank's quantized groups; the owner's is not read.
+        sent: (q, scale) of each rank, shapes as quantize_groups gives them; the owner's are not read.
     Returns:
         q [num_owned, 32] int8 and scale [num_owned] uint16.
     """
@@ -170,7 +170,7 @@ def wire_bytes(num_tokens: int, hidden_size: int, world_size: int) -> list[int]:
 
 
 def check_shards(shards: Sequence[Array]) -> None:
-    """Raises ValueError unless there is one [num_tokens, hidden_size] a rank, all of one shape and dtype."""
+    """Raises ValueError unless shards are one [num_tokens, hidden_size] a rank, all of one shape and dtype."""
     if not shards:
         raise ValueError("no shards were given; wanted one array a rank")
     for rank, shard in enumerate(shards):

@@ -10,6 +10,9 @@ each element at most scale · (1/2 + 2⁻¹⁶) < a/252. With a_r of rank r, u =
                 the same Euclidean length, at most √32 e₂, and no element can be off by more than that. Each rotation
                 adds float32 rounding: at most 8 u ‖·‖₁/√32 an element (five sums, one product, the rounded 1/√32).
 
+Source: derived here from the steps of int8_all_reduce.py; γ is that of Higham 2002, "Accuracy and Stability of
+Numerical Algorithms", chapter 3.
+
 Groups below 2⁻¹⁰⁰ travel as zeros, so that a trip costs at most max(a/252, 2⁻¹⁰⁰).
 
 For one outlier A among small numbers the rotation makes a = A/√32: the length of a trip's error is at most A/252
@@ -41,6 +44,8 @@ def error_bound(shards: Sequence[Array], *, rotate: bool = True) -> NDArray[np.f
         shards: as for int8_all_reduce; float64 ones are rounded to float32 first, which is counted.
     Returns:
         [num_tokens, hidden_size] float64, the same number for all elements of a group.
+    Raises:
+        ValueError: as int8_all_reduce.
     """
     check_shards(shards)
     num_tokens, hidden_size = shards[0].shape

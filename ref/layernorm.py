@@ -46,7 +46,7 @@ def add_layernorm(
         weight: [hidden_size].
         bias: [hidden_size] or None.
     Returns:
-        (normed, new_residual), both [num_tokens, hidden_size].
+        (normed, new_residual), both [num_tokens, hidden_size], dtype of x.
 
     Numerics: new_residual is rounded to `storage` first, and the norm reads the rounded sum.
     """

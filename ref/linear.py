@@ -1,4 +1,7 @@
-"""The linear layer: nearly all weights and nearly all arithmetic of a language model are here."""
+"""The linear layer: nearly all weights and nearly all arithmetic of a language model are here.
+
+Source: torch.nn.Linear, whose layout [out, in] Hugging Face checkpoints have.
+"""
 
 from __future__ import annotations
 

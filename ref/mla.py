@@ -40,7 +40,8 @@ def mla_sm_scale(qk_head_dim: int, factor: float = 1.0, mscale_all_dim: float = 
 def mla_split_kv_b(kv_b_proj: Array, n_heads: int, qk_nope_head_dim: int) -> tuple[Array, Array]:
     """W_uk [n_heads, qk_nope_head_dim, kv_lora_rank] and W_uv [n_heads, v_head_dim, kv_lora_rank] as views.
 
-    kv_b_proj [n_heads · (qk_nope_head_dim + v_head_dim), kv_lora_rank] holds them head by head, keys first.
+    kv_b_proj [n_heads · (qk_nope_head_dim + v_head_dim), kv_lora_rank] holds them head by head, keys first; its dtype
+    stays.
     """
     by_head = kv_b_proj.reshape(n_heads, kv_b_proj.shape[0] // n_heads, kv_b_proj.shape[1])
     return by_head[:, :qk_nope_head_dim], by_head[:, qk_nope_head_dim:]
@@ -58,7 +59,7 @@ def mla_dense(q: Array, latent: Array, kv_b_proj: Array, sm_scale: float, *, sto
         latent: [kv_len, kv_lora_rank + qk_rope_head_dim], of all tokens.
         kv_b_proj: [n_heads · (qk_nope_head_dim + v_head_dim), kv_lora_rank].
     Returns:
-        [q_len, n_heads, v_head_dim].
+        [q_len, n_heads, v_head_dim], dtype of q.
 
     Numerics: keys and values are rounded to `storage`, as they are written out before attention reads them.
     """
@@ -90,7 +91,7 @@ def mla_prefill(
         kv_b_proj: as in mla_dense.
         block_table, cu_seqlens_q, seq_lens: [num_seqs, max_blocks_per_seq], [num_seqs + 1], [num_seqs].
     Returns:
-        [num_tokens, n_heads, v_head_dim]; rows past cu_seqlens_q[−1] are padding and come back as zeros.
+        [num_tokens, n_heads, v_head_dim], dtype of q; rows past cu_seqlens_q[−1] are padding and come back as zeros.
     """
     v_head_dim = kv_b_proj.shape[0] // q.shape[1] - _nope_dim(q, latent_cache.shape[2], kv_b_proj)
     out = np.zeros((*q.shape[:2], v_head_dim), q.dtype)
@@ -119,7 +120,7 @@ def mla_decode(
         latent_cache, kv_b_proj, block_table, seq_lens: as in mla_prefill.
         num_splits: as in ref.attention.attention_decode.
     Returns:
-        [num_seqs, n_heads, v_head_dim].
+        [num_seqs, n_heads, v_head_dim], dtype of q.
 
     Numerics: the absorbed query and the sum of latents are rounded to `storage`, each a product's output.
     Edge cases: a sequence without keys gives zeros.

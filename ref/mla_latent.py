@@ -23,7 +23,14 @@ Ints = NDArray[np.integer[Any]]
 
 
 def mla_rope(x: Array, cos_sin: Array, *, interleaved: bool = True) -> Array:
-    """Rotates the last rotary_dim elements of each head: x [num_tokens, n_heads, width], cos_sin as in rope."""
+    """Rotates the last rotary_dim elements of each head.
+
+    Args:
+        x: [num_tokens, n_heads, width].
+        cos_sin: [num_tokens, rotary_dim], as in rope.
+    Returns:
+        [num_tokens, n_heads, width], dtype of x.
+    """
     nope = x.shape[-1] - cos_sin.shape[1]
     return np.concatenate([x[..., :nope], rope(x[..., nope:], cos_sin, interleaved=interleaved)], axis=-1)
 
@@ -48,7 +55,7 @@ def mla_query(
         q_a_proj, q_a_layernorm: [q_lora_rank, hidden_size] and [q_lora_rank]: where queries go through a short vector
             of their own (q_lora_rank in the config); then q_proj is q_b_proj.
     Returns:
-        [num_tokens, n_heads, qk_head_dim].
+        [num_tokens, n_heads, qk_head_dim], dtype of hidden.
     """
     if q_a_proj is not None and q_a_layernorm is not None:
         hidden = rmsnorm(linear(hidden, q_a_proj), q_a_layernorm, eps)
@@ -64,7 +71,7 @@ def mla_latent(kv_a: Array, kv_a_layernorm: Array, eps: float, cos_sin: Array, *
         kv_a_layernorm: [kv_lora_rank].
         cos_sin: [num_tokens, qk_rope_head_dim].
     Returns:
-        [num_tokens, kv_lora_rank + qk_rope_head_dim].
+        [num_tokens, kv_lora_rank + qk_rope_head_dim], dtype of kv_a.
     """
     rank = kv_a_layernorm.shape[0]
     normed = rmsnorm(kv_a[:, :rank], kv_a_layernorm, eps)
@@ -72,8 +79,12 @@ def mla_latent(kv_a: Array, kv_a_layernorm: Array, eps: float, cos_sin: Array, *
 
 
 def latent_cache_write(latent: Array, slot_mapping: Ints, latent_cache: Array) -> None:
-    """kv_cache_write with one vector a token: latent [num_tokens, width], latent_cache [num_blocks, block_size, width].
+    """kv_cache_write with one vector a token.
 
+    Args:
+        latent: [num_tokens, width].
+        slot_mapping: [num_tokens]; −1 = store nothing.
+        latent_cache: [num_blocks, block_size, width], changed in place.
     Raises:
         IndexError: as kv_cache_write.
     """
@@ -98,7 +109,7 @@ def mla_rope_latent_write(
         q: [num_tokens, n_heads, qk_head_dim], not rotated.
         the others: as in mla_latent and latent_cache_write.
     Returns:
-        [num_tokens, n_heads, qk_head_dim], rotated.
+        [num_tokens, n_heads, qk_head_dim], rotated, dtype of q.
     """
     latent = mla_latent(kv_a, kv_a_layernorm, eps, cos_sin, interleaved=interleaved)
     latent_cache_write(round_to(latent, storage), slot_mapping, latent_cache)

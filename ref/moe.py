@@ -103,6 +103,8 @@ def moe_mlp(
         down_proj: n_experts of [hidden_size, intermediate_size].
     Returns:
         [num_tokens, hidden_size], dtype of x.
+    Raises:
+        ValueError: an id that is no expert and not −1; an activation that is not known.
 
     Numerics: each product and the activation are rounded to `storage`, and the sum once at the end.
     """

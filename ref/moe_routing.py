@@ -10,6 +10,8 @@
 
 Softmax over all experts, renormalised over the chosen ones, is the softmax over the chosen logits: what Mixtral's
 paper says.
+
+Source: Jiang et al. 2024, "Mixtral of Experts"; DeepSeek-AI 2024, "DeepSeek-V2" and "DeepSeek-V3 Technical Report".
 """
 
 from __future__ import annotations
@@ -63,7 +65,6 @@ def moe_route(
     Raises:
         ValueError: an unknown scoring; n_group that does not divide n_experts; fewer experts to choose from than top_k.
 
-    Source: Jiang et al. 2024, "Mixtral of Experts"; DeepSeek-AI 2024, "DeepSeek-V2" and "DeepSeek-V3 Technical Report".
     Numerics: give float32 or wider; bfloat16 logits tie often. DeepSeek adds 1e-20 to the sum it divides by, which
     changes nothing unless all scores underflow; then the weights here are 0 as well.
     Edge cases: the code published with DeepSeek V2 leaves scaling_factor out when it renormalizes; no checkpoint of V2

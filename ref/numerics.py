@@ -2,6 +2,10 @@
 
 Functions of ref take any floating dtype and answer in it. Run in float64 they are the truth; run in float32, or
 with `round_to` at the places that a docstring names under "Numerics", they are the yardstick for kernels.
+
+Source: IEEE 754-2019 (roundTiesToEven); Intel 2018, "BFLOAT16 – Hardware Numerics Definition"; Blanchard, Higham,
+Higham 2021, "Accurately computing the log-sum-exp and softmax functions"; Higham 2002, "Accuracy and Stability of
+Numerical Algorithms" (errors in a norm).
 """
 
 from __future__ import annotations
@@ -40,7 +44,13 @@ def bf16_to_float32(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
 def round_to(x: Array, storage: str | None) -> Array:
     """x rounded to what the storage type can hold, but kept in x's own dtype.
 
-    storage: "float64", "float32", "float16", "bfloat16" or None (no rounding).
+    Args:
+        x: [...], floating.
+        storage: "float64", "float32", "float16", "bfloat16" or None (no rounding).
+    Returns:
+        shape and dtype of x.
+    Raises:
+        ValueError: another storage. Functions that hand their `storage` on to this one do not say it again.
     """
     if storage is None:
         return x
@@ -53,7 +63,7 @@ def round_to(x: Array, storage: str | None) -> Array:
 
 
 def logsumexp(x: Array, axis: int = -1) -> Array:
-    """log Σ exp(x) along axis, which is dropped: [..., n] → [...].
+    """log Σ exp(x) along axis, which is dropped: [..., n] → [...], dtype of x.
 
     The largest element is taken out first, so that no exp overflows.
     Edge cases: all −inf, or an axis of length 0, gives −inf.
@@ -69,7 +79,7 @@ def logsumexp(x: Array, axis: int = -1) -> Array:
 
 
 def softmax(x: Array, axis: int = -1) -> Array:
-    """exp(x) / Σ exp(x) along axis, shape as x.
+    """exp(x) / Σ exp(x) along axis; shape and dtype as x.
 
     Numerics: the largest element is subtracted first; without that exp overflows at 89 in float32.
     Edge cases: a row that is −inf everywhere (nothing may be attended to) is all zeros, not NaN.
@@ -84,7 +94,7 @@ def softmax(x: Array, axis: int = -1) -> Array:
 
 
 def relative_error(actual: Array, expected: Array) -> float:
-    """‖actual − expected‖ / ‖expected‖ over all elements, Euclidean norms in float64.
+    """‖actual − expected‖ / ‖expected‖ over all elements, Euclidean norms in float64; both are of one shape.
 
     Edge cases: both zero or empty gives 0; expected zero alone gives inf; a NaN in either gives NaN.
     """
@@ -96,7 +106,7 @@ def relative_error(actual: Array, expected: Array) -> float:
 
 
 def max_abs_error(actual: Array, expected: Array) -> float:
-    """max |actual − expected|, in float64; 0 for empty arrays."""
+    """max |actual − expected|, in float64, of two arrays of one shape; 0 for empty ones."""
     if actual.size == 0:
         return 0.0
     return float(np.max(np.abs(actual.astype(np.float64) - expected.astype(np.float64))))

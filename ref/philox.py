@@ -1,6 +1,6 @@
 """Philox4x32-10: random numbers that are a pure function of a key and a counter.
 
-Salmon, Moraes, Dror, Shaw: "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. There is no state to carry: the
+Source: Salmon, Moraes, Dror, Shaw 2011, "Parallel Random Numbers: As Easy as 1, 2, 3". There is no state to carry: the
 draw for one output position of one sequence is the same in whatever batch, chunk or rank it is made, and on a GPU
 each thread can make its own.
 """
@@ -40,7 +40,7 @@ def philox4x32(counter: ArrayLike, key: ArrayLike) -> NDArray[np.uint32]:
 
 
 def uniform(seed: ArrayLike, position: ArrayLike, stream: ArrayLike = 0) -> NDArray[np.float32]:
-    """Uniform float32 in [0, 1), a multiple of 2⁻²⁴. seed, position and stream are uint64 and broadcast.
+    """Uniform float32 in [0, 1), a multiple of 2⁻²⁴. seed, position and stream are uint64 of any shape and broadcast.
 
     The key is the seed, the counter is (position, stream), low words first; the upper 24 bits of the first output
     word are the draw. position is the index of the token in the output, stream the index of the choice.

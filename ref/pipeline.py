@@ -26,6 +26,8 @@ def shard_stages(config: LlamaConfig, weights: Mapping[str, Array], num_stages: 
     The first stage has the embedding, the last the final norm and the head. A tied head is the embedding, which both
     of them then need.
 
+    Returns:
+        The weights of each stage by name, shapes and dtypes as they were.
     Raises:
         ValueError: more stages than layers.
     """
@@ -52,7 +54,7 @@ def llama_stage(config: LlamaConfig, weights: Weights, token_ids: ArrayLike, res
         token_ids: [num_tokens].
         residual: [num_tokens, hidden_size] from the stage before; None in the first.
     Returns:
-        The residual for the next stage; logits [num_tokens, vocab_size] from the last.
+        The residual for the next stage, shape and dtype as it came; logits [num_tokens, vocab_size] from the last.
     """
     run = Run({name: tensor.shape for name, tensor in weights.items()}, weights, token_ids)
     cos_sin = run.cos_sin(config.rope, config.head_dim)

@@ -63,7 +63,7 @@ def add_rmsnorm(
         x, residual: [num_tokens, hidden_size].
         weight: [hidden_size].
     Returns:
-        (normed, new_residual), both [num_tokens, hidden_size].
+        (normed, new_residual), both [num_tokens, hidden_size], dtype of x.
 
     Numerics: new_residual is rounded to `storage` first, and the norm reads the rounded sum, because that is what
     the next layer will read too.

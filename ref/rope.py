@@ -139,6 +139,8 @@ def rope_kv_write(
 ) -> Array:
     """Rotates q and k, stores the rotated k and v in the paged cache, and returns the rotated q.
 
+    Composed of: rope, kv_cache_write.
+
     Three small steps that a GPU does in one launch. A cached key keeps the rotation of its own position for ever.
 
     Args:
@@ -150,6 +152,8 @@ def rope_kv_write(
         interleaved: as in rope.
     Returns:
         [num_tokens, n_heads, head_dim], dtype of q.
+    Raises:
+        IndexError: see kv_cache_write.
     """
     kv_cache_write(rope(k, cos_sin, interleaved=interleaved), v, slot_mapping, k_cache, v_cache)
     return rope(q, cos_sin, interleaved=interleaved)
@@ -172,11 +176,15 @@ def qk_norm_rope_kv_write(
 ) -> Array:
     """qk_norm, then rope_kv_write: all that Qwen3 does between the projections and attention, in one launch.
 
+    Composed of: qk_norm, rope, kv_cache_write.
+
     Args:
         q_weight, k_weight: [head_dim], see ref.rmsnorm.qk_norm.
         the others: as in rope_kv_write.
     Returns:
         [num_tokens, n_heads, head_dim], dtype of q.
+    Raises:
+        IndexError: see kv_cache_write.
 
     Numerics: the normed vectors are not rounded before they turn; what is returned and cached is, to `storage`.
     """

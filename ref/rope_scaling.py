@@ -95,6 +95,7 @@ def yarn_attention_factor(factor: float, mscale: float = 1.0, mscale_all_dim: fl
 
     Edge cases: one key of the two alone is taken with the other's default, as in DeepSeek's code; transformers
     ignores it then.
+    Source: Peng et al. 2023, "YaRN"; DeepSeek-AI 2024, "DeepSeek-V2" (mscale and mscale_all_dim of its config).
     """
     return yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
 
@@ -133,6 +134,7 @@ def longrope_attention_factor(max_position_embeddings: int, original_max_positio
 
     An attention_factor in the config stands above it; a factor in the config takes the place of max / original.
     Edge cases: 1 where max ≤ original.
+    Source: Ding et al. 2024, "LongRoPE"; Abdin et al. 2024, "Phi-3 Technical Report" (where it is used).
     """
     stretch = max_position_embeddings / original_max_position_embeddings
     return 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original_max_position_embeddings))

@@ -5,6 +5,11 @@ penalties → logit bias → masks → temperature → top_k → top_p → min_p
 Logits are ranked by value, highest first, and by token id, lowest first, among equals. The order is that of the
 logits before the temperature, so no rounding can change it. All of this works in the type of the logits (float32 or
 float64) with sums in float64. Logprobs that are reported are those of the model itself, before all of these steps.
+
+Source: OpenAI API reference (presence and frequency penalty, logit bias); Keskar et al. 2019, "CTRL" (repetition
+penalty); Fan, Lewis, Dauphin 2018, "Hierarchical Neural Story Generation" (top_k); Holtzman et al. 2019, "The Curious
+Case of Neural Text Degeneration" (top_p); Nguyen et al. 2024, "Turning Up the Heat" (min_p); Devroye 1986,
+"Non-Uniform Random Variate Generation" (the draw by inversion).
 """
 
 from __future__ import annotations
@@ -28,11 +33,15 @@ def apply_penalties(
     presence_penalty: float = 0.0,
     frequency_penalty: float = 0.0,
 ) -> Floats:
-    """Makes seen tokens less likely. logits [vocab], ids [num_prompt] and [num_output]; returns a new [vocab].
+    """Makes seen tokens less likely. Returns a new [vocab], dtype of logits.
 
-    repetition_penalty r (Keskar et al. 2019, "CTRL") is for every id in prompt or output: l → l / r where l > 0,
+    repetition_penalty r is for every id in prompt or output: l → l / r where l > 0,
     l · r elsewhere. Then l → l − frequency · count − presence · [count > 0], count in the output only. Ids outside
     the vocabulary (placeholders of other inputs) have no logit and are passed over.
+
+    Args:
+        logits: [vocab].
+        prompt_ids, output_ids: [num_prompt] and [num_output], integers.
     """
     vocab_size = logits.shape[-1]
     prompt_counts = _count_ids(prompt_ids, vocab_size)
@@ -51,7 +60,7 @@ def _count_ids(token_ids: ArrayLike, vocab_size: int) -> NDArray[np.int64]:
 
 
 def apply_logit_bias(logits: Floats, bias: Mapping[int, float]) -> Floats:
-    """logits [vocab] plus bias; −100 and lower is a ban, whatever the logit was. Returns a new [vocab]."""
+    """logits [vocab] plus bias, a new array, same dtype; −100 and lower is a ban, whatever the logit was."""
     result = logits.copy()
     for token_id, value in bias.items():
         result[token_id] = -np.inf if value <= -100 else result[token_id] + value
@@ -59,7 +68,7 @@ def apply_logit_bias(logits: Floats, bias: Mapping[int, float]) -> Floats:
 
 
 def apply_mask(logits: Floats, allowed: NDArray[np.bool_]) -> Floats:
-    """−inf wherever allowed [vocab] is False. Returns a new [vocab]."""
+    """logits [vocab], −inf wherever allowed [vocab] is False. Returns a new [vocab], dtype of logits."""
     return np.where(allowed, logits, -np.inf).astype(logits.dtype)
 
 
@@ -75,16 +84,16 @@ def rank(logits: Floats) -> NDArray[np.int64]:
 
 
 def token_weights(logits: Floats, temperature: float) -> Floats:
-    """exp((l − max l) / temperature): the probabilities but for a factor, the largest being 1. [vocab] → [vocab].
+    """exp((l − max l) / temperature): the probabilities but for a factor, the largest being 1. [vocab] → same.
 
-    Taking the maximum off before dividing keeps any temperature from overflowing.
+    Taking the maximum off before dividing keeps any temperature from overflowing. dtype of logits.
     """
     shifted: Floats = (logits - logits.max()) / logits.dtype.type(temperature)
     return np.exp(shifted)
 
 
 def keep_top_k(logits: Floats, top_k: int) -> NDArray[np.bool_]:
-    """The top_k best of [vocab], exactly that many also among equals; 0, −1 and top_k ≥ vocab keep all."""
+    """The top_k best of logits [vocab], exactly that many also among equals; 0, −1 and top_k ≥ vocab keep all."""
     if top_k <= 0:
         return np.ones(logits.shape, dtype=np.bool_)
     keep = np.zeros(logits.shape, dtype=np.bool_)
@@ -95,8 +104,7 @@ def keep_top_k(logits: Floats, top_k: int) -> NDArray[np.bool_]:
 def keep_top_p(logits: Floats, weights: Floats, top_p: float) -> NDArray[np.bool_]:
     """The shortest head of the ranking that holds at least top_p of all weight; never empty; 1 keeps all.
 
-    Holtzman et al. 2019, "The Curious Case of Neural Text Degeneration". logits, weights [vocab]; tokens that an
-    earlier filter took out have weight 0.
+    logits, weights [vocab]; tokens that an earlier filter took out have weight 0.
     """
     keep = np.ones(logits.shape, dtype=np.bool_)
     if top_p < 1.0:
@@ -140,7 +148,13 @@ def sample(
     min_p: ArrayLike,
     uniforms: ArrayLike,
 ) -> NDArray[np.int32]:
-    """One token id for each row of logits [num_rows, vocab]; the other arguments are [num_rows]. → [num_rows].
+    """One token id for each row of logits.
+
+    Args:
+        logits: [num_rows, vocab].
+        temperature, top_k, top_p, min_p, uniforms: [num_rows], or a number for all rows.
+    Returns:
+        [num_rows] int32.
 
     A row with temperature below GREEDY_TEMPERATURE is greedy. So is a row whose largest logit is not finite (NaN,
     ±inf): it cannot be sampled, and a caller sees it by the logit of the id it gets. No row depends on another.
@@ -156,7 +170,7 @@ def sample(
 
 
 def log_softmax(logits: Floats) -> Floats:
-    """l − max l − log Σ exp(l − max l) along the last axis, natural log. [..., vocab] → [..., vocab]."""
+    """l − max l − log Σ exp(l − max l) along the last axis, natural log. [..., vocab] → [..., vocab], same dtype."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
     total = np.exp(shifted).sum(axis=-1, keepdims=True, dtype=np.float64)
     logprobs: Floats = shifted - np.log(total)
@@ -167,7 +181,7 @@ def token_logprobs(logits: Floats, token_ids: ArrayLike, k: int) -> tuple[Floats
     """Logprobs to report for rows of logits [num_rows, vocab] as the model gave them, token_ids [num_rows].
 
     Returns the logprob of each row's token [num_rows], the k best ids of the row, best first, and their logprobs,
-    both [num_rows, min(k, vocab)].
+    both [num_rows, min(k, vocab)]; logprobs have the dtype of logits, ids are int64.
     """
     logprobs = log_softmax(logits)
     own_ids = np.asarray(token_ids, dtype=np.int64)[:, None]

@@ -46,7 +46,9 @@ def sampling_distribution(
 
 
 def residual(target_probs: Array, draft_probs: Array) -> Array:
-    """What is left of p where the draft gave too little: max(p − q, 0) / Σ max(p − q, 0); all are [vocab_size].
+    """What is left of p where the draft gave too little: max(p − q, 0) / Σ max(p − q, 0), dtype as given.
+
+    target_probs and draft_probs [vocab_size] are p and q; so is the answer.
 
     Edge cases: p = q leaves nothing, and nothing is rejected then; p is the answer, in case rounding rejects.
     """

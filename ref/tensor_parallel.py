@@ -1,6 +1,6 @@
 """Tensor parallelism: each rank holds a part of every weight and computes a part of every layer.
 
-Two cuts are enough (Shoeybi et al. 2019, "Megatron-LM"). A layer ends in y = A₂ f(A₁ x), where f works on each head or
+Two cuts are enough. A layer ends in y = A₂ f(A₁ x), where f works on each head or
 each intermediate element by itself. Cut the outputs of A₁ ("column split": q, k, v, gate, up) and the inputs of A₂
 ("row split": o, down) at the same places, and y is the sum of what the ranks get: one all_reduce a layer, two a block.
 
@@ -14,6 +14,8 @@ With more, a KV head has several ranks, each with a copy of it and a part of its
 groups: then query head h reads KV head h // (n_heads / n_kv_heads) on every rank too, and no kernel needs a map.
 
 The bias of a row split is to be added once: rank 0 keeps it, the others have zeros.
+
+Source: Shoeybi et al. 2019, "Megatron-LM".
 """
 
 from __future__ import annotations
@@ -144,7 +146,7 @@ def shard_qkv(fused: Array, n_heads: int, n_kv_heads: int, head_dim: int, split:
     Args:
         fused: [(n_heads + 2 n_kv_heads) head_dim, ...], weight or bias.
     Returns:
-        [(len(heads) + 2 len(kv_heads)) head_dim, ...], in the same order.
+        [(len(heads) + 2 len(kv_heads)) head_dim, ...], in the same order, dtype of fused.
     Raises:
         ValueError: fused has another number of rows.
     """
@@ -157,7 +159,7 @@ def shard_qkv(fused: Array, n_heads: int, n_kv_heads: int, head_dim: int, split:
 
 
 def shard_gate_up(fused: Array, part: range) -> Array:
-    """One rank's rows of gate and up, fused as [2 intermediate_size, ...]: its part of each half."""
+    """One rank's rows of gate and up: fused [2 intermediate_size, ...] → [2 len(part), ...], same dtype."""
     gate, up = np.split(fused, 2)
     return np.concatenate([gate[part.start : part.stop], up[part.start : part.stop]])
 

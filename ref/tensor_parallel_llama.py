@@ -2,6 +2,8 @@
 
 Two all_reduces a layer, one for the embedding, one all_gather for the logits; nothing else is sent. Norms and the
 residual stream are computed by every rank, from the same bits.
+
+Source: Shoeybi et al. 2019, "Megatron-LM"; composed of ref.model.blocks, ref.collectives and ref.tensor_parallel.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def shard_llama(config: LlamaConfig, weights: Mapping[str, Array], world_size: int) -> list[Rank]:
     """What each rank holds: the config of the smaller model that it is, and its weights by their usual names.
 
+    Returns:
+        (config, weights) of each rank; weights have the shapes of its config, and the dtypes they had.
     Raises:
         ValueError: heads or intermediate elements do not go round.
     """
@@ -57,11 +61,11 @@ def llama_tensor_parallel(ranks: Sequence[Rank], vocab_size: int, token_ids: Arr
     """Logits as ref.model.llama gives them, from the shards of all ranks.
 
     Args:
-        ranks: see shard_llama.
+        ranks: as shard_llama gives them, shapes by the config of each.
         vocab_size: of the whole model.
         token_ids: [num_tokens], all within the vocabulary.
     Returns:
-        [num_tokens, vocab_size].
+        [num_tokens, vocab_size], dtype of the weights.
     """
     runs = [Run(weight_shapes(config), weights, token_ids) for config, weights in ranks]
     config, replicated = ranks[0][0], runs[0]

@@ -18,6 +18,8 @@ the order of their groups first (sort_groups) and cut between groups, and the la
 order (permute_out), so that nothing is permuted at run time.
 
 Packing does not appear here: values are unpacked. `pack` says how many share a word along the axis that is cut.
+
+Source: follows from what the formats of ref/quant mean and from the cuts of tensor_parallel.py.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ def check_cut(part: range, size: int, block: int, pack: int = 1, axis: str = "ax
 
 
 def shard_out(weight: BlockWeight, part: range, pack: int = 1) -> BlockWeight:
-    """The outputs in `part`, for a column split. Raises: see check_cut."""
+    """The outputs in `part`, for a column split. Raises: ValueError, see check_cut."""
     rows = _scales_of(part, weight.values.shape[0], weight.block[0], pack, "out_features")
     return replace(
         weight,
@@ -90,7 +92,10 @@ def shard_out(weight: BlockWeight, part: range, pack: int = 1) -> BlockWeight:
 
 
 def shard_in(weight: BlockWeight, part: range, pack: int = 1) -> BlockWeight:
-    """The inputs in `part`, for a row split; with g_idx all scales are kept and every cut is legal but in a word."""
+    """The inputs in `part`, for a row split; with g_idx all scales are kept and every cut is legal but in a word.
+
+    Raises: ValueError, see check_cut.
+    """
     values = weight.values[:, part.start : part.stop]
     if weight.g_idx is not None:
         check_cut(part, weight.values.shape[1], 1, pack, "in_features")
@@ -149,7 +154,7 @@ def sort_groups(weight: BlockWeight) -> tuple[BlockWeight, Ints]:
 
 
 def permute_out(weight: BlockWeight, order: Ints) -> BlockWeight:
-    """The outputs in another order: output j is the old output order[j].
+    """The outputs in another order, order [out]: output j is the old output order[j].
 
     gate and up take the order of down's inputs so. Each output must have scales of its own.
 

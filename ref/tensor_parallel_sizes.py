@@ -2,6 +2,8 @@
 
 A cut must not fall inside a head, a block that shares a scale, or a packed word. All of these are a `unit`: a run of
 heads or elements that stays together. Shares need not be equal; `even=True` asks for kernels that want them so.
+
+Source: follows from tensor_parallel.py and from the words and groups of the formats in ref/quant.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The vocabulary on several ranks: each holds an equal run of rows of the embedding and of the head.
 
 Sizes that do not divide are padded with rows of zeros at the end. The embedding is a sum over ranks of which all but
-one are zero; the logits are gathered.
+one are zero; the logits are gathered. Source: Shoeybi et al. 2019, "Megatron-LM".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def shard_vocab(table: Array, rank: int, world_size: int, multiple: int = 1) -> 
     Args:
         table: [vocab_size, hidden_size].
     Returns:
-        [padded / world_size, hidden_size] and the id of its first row.
+        [padded / world_size, hidden_size], dtype of table, and the id of its first row.
     """
     num_rows = padded_vocab_size(len(table), world_size, multiple) // world_size
     rows = table[rank * num_rows : (rank + 1) * num_rows]
@@ -39,10 +39,16 @@ def shard_vocab(table: Array, rank: int, world_size: int, multiple: int = 1) -> 
 
 
 def vocab_embedding(token_ids: NDArray[np.integer[Any]], shard: Array, first: int) -> Array:
-    """What this rank adds to the embedding: its own rows, zeros for ids of others. [num_tokens, hidden_size].
+    """What this rank adds to the embedding: its own rows, zeros for ids of others.
 
     The sum over ranks has one term that is not zero, so it is exact. Ids outside the vocabulary are the caller's to
     refuse (see ref.embedding): no rank would answer for them.
+
+    Args:
+        token_ids: [num_tokens].
+        shard, first: [padded / world_size, hidden_size] and the id of its first row, see shard_vocab.
+    Returns:
+        [num_tokens, hidden_size], dtype of shard.
     """
     local = np.asarray(token_ids, np.int64) - first
     mine = (local >= 0) & (local < len(shard))
@@ -54,8 +60,11 @@ def vocab_logits(hidden: Array, shard: Array, first: int, vocab_size: int) -> Ar
 
     all_gather along the last axis, then [..., :vocab_size], gives the logits of the whole.
 
+    Args:
+        hidden: [num_tokens, hidden_size].
+        shard, first: [padded / world_size, hidden_size] and the id of its first row, see shard_vocab.
     Returns:
-        [num_tokens, padded / world_size].
+        [num_tokens, padded / world_size], dtype of hidden.
     """
     logits = linear(hidden, shard)
     logits[..., max(0, vocab_size - first) :] = -np.inf

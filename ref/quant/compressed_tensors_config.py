@@ -5,6 +5,8 @@ a regular expression for its name, or "Linear" for every linear layer. `ignore` 
 stay in floating point. A target that names a module goes before "Linear".
 
 Everything that would change the numbers and is not known here is refused by name: nothing is guessed.
+
+Source: the package compressed-tensors, QuantizationConfig and QuantizationScheme.
 """
 
 from __future__ import annotations

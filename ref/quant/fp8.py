@@ -38,7 +38,7 @@ FP8_MIDPOINTS = (FP8_TABLE[:126].astype(np.float64) + FP8_TABLE[1:127]) / 2  # b
 
 
 def fp8_decode(codes: Codes, dtype: DTypeLike = np.float32) -> Array:
-    """The number of each code, by table; exact in any float. Shape as codes."""
+    """The number of each code, by table: codes [...] → [...] in dtype; exact in any float."""
     decoded: Array = FP8_TABLE.astype(dtype)[codes]
     return decoded
 
@@ -58,7 +58,7 @@ def fp8_encode(x: Array) -> Codes:
 
 
 def fp8_quantize_static(x: Array, scale: Array) -> Codes:
-    """The codes of x / scale, saturating; scale broadcasts against x.
+    """The codes of x / scale, saturating: x [...], scale of a shape that broadcasts against it → [...].
 
     Edge cases: scale 0 gives 0 everywhere but for a NaN; a NaN as scale gives NaN.
     """
@@ -84,7 +84,7 @@ def fp8_quantize(x: Array, axis: int | None = -1) -> tuple[Codes, Array]:
 
 
 def fp8_dequantize(codes: Codes, scale: Array) -> Array:
-    """codes · scale: [..., n], scale [...] or [] → [..., n] in scale's dtype."""
+    """codes · scale: codes [..., n], scale [...] or [] → [..., n] in scale's dtype."""
     scale = np.asarray(scale)
     with np.errstate(invalid="ignore"):  # 0 · inf of a row that held inf
         return fp8_decode(codes, scale.dtype) * (scale if scale.ndim == 0 else scale[..., None])
@@ -120,7 +120,7 @@ def fp8_linear(
 
 
 def check_scale(name: str, scale: Array) -> Array:
-    """scale itself, if every element is finite and positive; a static scale is never replaced by a guess.
+    """scale itself, of any shape and dtype, if it is finite and positive all over: it is never replaced by a guess.
 
     Raises:
         ValueError: names the scale and the value that cannot be used.

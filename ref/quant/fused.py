@@ -24,8 +24,12 @@ KINDS = ("int8", "fp8", "fp8_block")
 
 
 def quantize_activations(x: Array, kind: str) -> tuple[Array, Array]:
-    """Codes and scales of activations [num_tokens, n]: per token ("int8", "fp8") or per token and 128 ("fp8_block").
+    """Codes and scales of activations: per token ("int8", "fp8") or per token and 128 ("fp8_block").
 
+    Composed of: int8_quantize, fp8_quantize, fp8_quantize_token_groups (one of them).
+
+    Args:
+        x: [num_tokens, n], floating.
     Returns:
         (codes [num_tokens, n] int8 or uint8, scales [num_tokens] or [num_tokens, ⌈n / 128⌉] in x's dtype).
     Raises:
@@ -41,10 +45,15 @@ def quantize_activations(x: Array, kind: str) -> tuple[Array, Array]:
 def norm_quant(x: Array, weight: Array, eps: float, kind: str) -> tuple[Array, Array]:
     """quantize_activations(rmsnorm(x, weight, eps)).
 
+    Composed of: rmsnorm, quantize_activations.
+
     Args:
-        x: [num_tokens, hidden_size]; weight: [hidden_size].
+        x: [num_tokens, hidden_size].
+        weight: [hidden_size].
     Returns:
-        (codes, scales), see quantize_activations.
+        (codes, scales), shapes and dtypes as quantize_activations gives them.
+    Raises:
+        ValueError: see quantize_activations.
 
     Numerics: the norm is not rounded to a storage type before it is quantized.
     """
@@ -56,10 +65,16 @@ def add_norm_quant(
 ) -> tuple[Array, Array, Array]:
     """new_residual = x + residual, then norm_quant of it.
 
+    Composed of: norm_quant.
+
     Args:
-        x, residual: [num_tokens, hidden_size]; weight: [hidden_size].
+        x, residual: [num_tokens, hidden_size].
+        weight: [hidden_size].
     Returns:
-        (codes, scales, new_residual); the residual rounded to storage before it is normed.
+        (codes, scales, new_residual): shapes and dtypes of the first two as quantize_activations gives them, of the
+        third as residual, rounded to storage before it is normed.
+    Raises:
+        ValueError: see quantize_activations.
     """
     new_residual = round_to(x + residual, storage)
     codes, scales = norm_quant(new_residual, weight, eps, kind)
@@ -77,13 +92,16 @@ def dequant_add_norm(
 ) -> tuple[Array, Array]:
     """add_rmsnorm(q · scale, residual): the end of a block whose output is in integers.
 
+    Composed of: add_rmsnorm.
+
     Args:
         q: [num_tokens, hidden_size], int8 in groups or int32 sums.
         scales: [num_tokens, num_groups], a scale for each hidden_size / num_groups neighbours. An int8 matmul has
             num_groups = hidden_size and scales x_scale[:, None] · w_scale.
-        residual: [num_tokens, hidden_size]; weight: [hidden_size].
+        residual: [num_tokens, hidden_size].
+        weight: [hidden_size].
     Returns:
-        (normed, new_residual), dtype of residual.
+        (normed, new_residual), both [num_tokens, hidden_size], dtype of residual.
     Raises:
         ValueError: num_groups does not divide hidden_size.
 

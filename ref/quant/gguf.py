@@ -98,7 +98,7 @@ def unpermute_rope_rows(weight: NDArray[Any], n_heads: int) -> NDArray[Any]:
     Args:
         weight: [n_heads · head_dim, ...]; n_heads is n_kv_heads for k_proj. A bias [n_heads · head_dim] works too.
     Returns:
-        the same shape.
+        the same shape and dtype.
     """
     head_dim = weight.shape[0] // n_heads
     pairs = weight.reshape(n_heads, head_dim // 2, 2, *weight.shape[1:])

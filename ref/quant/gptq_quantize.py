@@ -24,7 +24,7 @@ Array = NDArray[Any]
 
 
 def gptq_hessian(x: Array) -> Array:
-    """2 Σ x xᵀ: calibration activations [num_tokens, in] → [in, in]."""
+    """2 Σ x xᵀ: calibration activations [num_tokens, in] → [in, in], same dtype."""
     hessian: Array = 2 * x.T @ x
     return hessian
 

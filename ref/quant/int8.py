@@ -43,7 +43,7 @@ def int8_quantize(x: Array) -> tuple[Int8, Array]:
 
 
 def int8_quantize_static(x: Array, scale: Array) -> Int8:
-    """round(x / scale), half to even, kept within ±127; scale broadcasts against x.
+    """round(x / scale), half to even, kept within ±127: x [...], scale of a shape that broadcasts against it → [...].
 
     Edge cases: scale 0 or NaN, and a NaN in x, give 0; what lies beyond ±127.5 steps becomes ±127.
     """
@@ -84,6 +84,9 @@ def int8_linear(x: Array, wq: Int8, w_scale: Array, bias: Array | None = None) -
     Returns:
         [num_tokens, out], dtype of x.
 
+    Raises:
+        OverflowError: see int8_matmul.
+
     Numerics: int32 sums are exact; the two scales are multiplied in x's dtype after the sum, then the bias is added.
     Edge cases: a token of zeros gives the bias; an inf or NaN in a token makes that token's row NaN.
     """
@@ -92,6 +95,15 @@ def int8_linear(x: Array, wq: Int8, w_scale: Array, bias: Array | None = None) -
 
 
 def int8_scale(sums: NDArray[np.int32], x_scale: Array, w_scale: Array, bias: Array | None = None) -> Array:
-    """Integer sums to numbers: [num_tokens, out] int32, [num_tokens], [out] → [num_tokens, out] in x_scale's dtype."""
+    """Integer sums to numbers: sums · x_scale · w_scale + bias.
+
+    Args:
+        sums: [num_tokens, out] int32.
+        x_scale: [num_tokens].
+        w_scale: [out].
+        bias: [out] or None.
+    Returns:
+        [num_tokens, out], dtype of x_scale.
+    """
     y: Array = sums.astype(x_scale.dtype) * x_scale[:, None] * w_scale
     return y if bias is None else y + bias.astype(y.dtype)

@@ -6,6 +6,9 @@ n_kv_heads] float32. A head of 128 numbers so takes 132 bytes instead of 256. A 
 written, alone: what is in the cache does not depend on the chunk that brought it.
 
 A checkpoint may bring static scales instead, k_scale and v_scale, one a layer (`kv_quantize_static`).
+
+Source: composed of ref.quant.int8 and ref.quant.fp8, a head of a token being the row; k_scale and v_scale are the
+names of compressed-tensors and of vLLM's checkpoints.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ def kv_quantize(x: Array, kind: str) -> tuple[Array, NDArray[np.float32]]:
 
 
 def kv_quantize_static(x: Array, scale: Array, kind: str, name: str = "k_scale") -> Array:
-    """Codes under a fixed scale, saturating; scale [] or [1].
+    """Codes under a fixed scale, saturating: x [...], scale [] or [1] → [...], int8 or uint8.
 
     Raises:
         ValueError: another kind; a scale that is not finite and positive, by name. It is never replaced by 1.
@@ -84,7 +87,8 @@ def kv_quantized_gather(cache: Array, scales: Array, block_table_row: Ints, seq_
     """The first seq_len keys or values of one sequence in order, decoded.
 
     Args:
-        cache: [num_blocks, block_size, n_kv_heads, head_dim]; scales: [num_blocks, block_size, n_kv_heads].
+        cache: [num_blocks, block_size, n_kv_heads, head_dim], codes.
+        scales: [num_blocks, block_size, n_kv_heads].
         block_table_row: [max_blocks_per_seq]; only the first ceil(seq_len / block_size) entries are read.
     Returns:
         [seq_len, n_kv_heads, head_dim], dtype of scales.
@@ -94,6 +98,6 @@ def kv_quantized_gather(cache: Array, scales: Array, block_table_row: Ints, seq_
 
 
 def check_kind(kind: str) -> None:
-    """Refuses a kind of cache that is neither "int8" nor "fp8" (ValueError)."""
+    """Raises ValueError for a kind of cache that is neither "int8" nor "fp8"."""
     if kind not in STORED:
         raise ValueError(f"a quantized KV cache is of kind {', '.join(STORED)}; found {kind!r}")

@@ -25,7 +25,7 @@ SMALLEST, LARGEST = 1e-5, 1e5  # of s: channels that are always zero would give 
 
 
 def calibrate(batches: Iterable[Array]) -> Array:
-    """The largest |activation| of each channel over all batches: many [num_tokens, n] → [n].
+    """The largest |activation| of each channel over all batches: many [num_tokens, n] → [n], same dtype.
 
     Raises:
         ValueError: no batch, or no token in any; an activation that is not finite.
@@ -64,10 +64,10 @@ def smoothing_factors(act_absmax: Array, weights: Sequence[Array], alpha: float 
 
 
 def smooth_norm(norm: Array, factors: Array) -> Array:
-    """norm / s: the factor (or bias) of the norm before the layers, [in]."""
+    """norm / s: the factor (or bias) of the norm before the layers: [in], [in] → [in], dtype of norm."""
     return norm / factors
 
 
 def smooth_weight(weight: Array, factors: Array) -> Array:
-    """W · s: [out, in], column by column."""
+    """W · s, column by column: [out, in], [in] → [out, in], dtype of weight."""
     return weight * factors

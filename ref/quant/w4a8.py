@@ -60,6 +60,7 @@ def w4a8_linear(x: Array, weight: GroupedInt, bias: Array | None = None, *, kind
         [num_tokens, out], dtype of x.
     Raises:
         ValueError: see w4a8_tile.
+        OverflowError: see int8_matmul.
 
     Numerics: a group's sum is exact in int8 and in x's dtype in fp8; times its scale it is added in x's dtype, group
     after group; the token's scale, then the bias, come last.

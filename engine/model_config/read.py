@@ -88,8 +88,10 @@ def summary(config: ModelConfig) -> str:
     text = (
         f"{config.architecture}: {config.n_layers} layers, hidden {config.hidden_size}, {config.n_heads} heads of "
         f"{config.head_dim}, {config.n_kv_heads} KV heads, vocabulary {config.vocab_size}; "
-        f"rope {rope.kind}, base {rope.theta:g}"
     )
+    if moe := config.moe:
+        text += f"{moe.n_experts} experts in {sum(moe.layers)} of {config.n_layers} layers, {moe.n_experts_per_tok} a token; "
+    text += f"rope {rope.kind}, base {rope.theta:g}"
     if rope.kind != "default":
         text += f", factor {rope.factor:g}"
     if rope.original_max_position_embeddings:

@@ -90,7 +90,8 @@ def summary(config: ModelConfig) -> str:
         f"{config.head_dim}, {config.n_kv_heads} KV heads, vocabulary {config.vocab_size}; "
     )
     if moe := config.moe:
-        text += f"{moe.n_experts} experts in {sum(moe.layers)} of {config.n_layers} layers, {moe.n_experts_per_tok} a token; "
+        place = f"in {sum(moe.layers)} of {config.n_layers} layers"
+        text += f"{moe.n_experts} experts {place}, {moe.n_experts_per_tok} a token; "
     text += f"rope {rope.kind}, base {rope.theta:g}"
     if rope.kind != "default":
         text += f", factor {rope.factor:g}"

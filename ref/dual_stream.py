@@ -14,6 +14,8 @@ A, B, A, B; a half's next piece waits for its all-reduce.
 take n c + w/2: all but the last half all-reduce is hidden, 1 − 1/(2n). With w > c the wire is what is busy: c/2 + n w.
 Halves of a piece that reads its weights from memory take more than half its time each; `overhead` is what each half
 takes more, and where it exceeds what is hidden, the share is negative.
+
+Source: the overlap is that of ZhiLight (zhihu/ZhiLight, dual streams); the closed forms follow from the schedule.
 """
 
 from __future__ import annotations
@@ -151,7 +153,10 @@ def _repeated(text: str, option: str, num_pieces: int) -> list[float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the report; returns the exit status: 0, or 2 for input that makes no sense, with one line on stderr."""
+    """Prints the report; returns the exit status: 0, or 2 for input that makes no sense, with one line on stderr.
+
+    Raises: nothing; a ValueError becomes that line.
+    """
     parser = argparse.ArgumentParser(prog="python -m ref.dual_stream", description="Dual streams, drawn.")
     parser.add_argument("--compute-ms", required=True, help="ms of each piece, repeated as needed: 1.2,2.4")
     parser.add_argument("--wire-ms", required=True, help="ms of the all-reduce after each piece")

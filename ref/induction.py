@@ -67,7 +67,10 @@ def encode(text: str) -> list[int]:
 
 
 def induction_weights() -> dict[str, Array]:
-    """All tensors by their checkpoint names, float64."""
+    """All tensors by their checkpoint names, float64.
+
+    Raises: nothing; the ValueError of rope_inv_freq cannot occur, as HEAD_DIM is even.
+    """
     config, size = induction_config(), len(VOCABULARY)
     shapes = weight_shapes(config)
     weights = {name: np.ones(shape) if "norm" in name else np.zeros(shape) for name, shape in shapes.items()}

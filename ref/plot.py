@@ -5,6 +5,8 @@ python -m ref.plot attention --out attention.svg                              of
 python -m ref.plot attention --model DIR --ids 1,2,3 --layer 0 --out a.svg    of any Llama
 python -m ref.plot quantization --out quantization.svg
 python -m ref.plot roofline --out roofline.svg
+
+Source: what is drawn stands in the files of the functions that compute it; how, in ref/svg.py.
 """
 
 from __future__ import annotations
@@ -40,7 +42,15 @@ INDUCTION_TEXT = "^glintglint"
 
 
 def rope_scores(theta: float, distances: NDArray[np.int64], head_dim: int = 128) -> Array:
-    """q·k / head_dim of two vectors of ones that are so far apart: mean of cos(distance · inv_freq); [num] float64."""
+    """q·k / head_dim of two vectors of ones that are so far apart: mean of cos(distance · inv_freq).
+
+    Args:
+        distances: [num], in tokens.
+    Returns:
+        [num] float64.
+    Raises:
+        ValueError: as rope_inv_freq.
+    """
     inv_freq = rope_inv_freq("default", theta, head_dim)
     ones = np.ones((len(distances), 1, head_dim))
     q, k = (rope(ones, rope_cos_sin(inv_freq, at))[:, 0] for at in (distances, np.zeros_like(distances)))
@@ -49,7 +59,13 @@ def rope_scores(theta: float, distances: NDArray[np.int64], head_dim: int = 128)
 
 
 def wavelengths(kind: str, theta: float = 500000.0, length: int = 8192) -> Array:
-    """Tokens in which each pair turns once, 2π / inv_freq, of a head of 128 stretched 8 times: [64] float64."""
+    """Tokens in which each pair turns once, 2π / inv_freq, of a head of 128 stretched 8 times: [64] float64.
+
+    Args:
+        length: original_max_position_embeddings, in tokens.
+    Raises:
+        ValueError: as rope_inv_freq.
+    """
     result: Array = 2 * np.pi / rope_inv_freq(kind, theta, 128, 8.0, original_max_position_embeddings=length)
     return result
 
@@ -86,7 +102,7 @@ def attention_weights(q: Array, k: Array, window: int | None = None) -> Array:
         k: [num_tokens, n_kv_heads, head_dim], rotated.
         window: keys a query sees, itself included; None: all.
     Returns:
-        [n_heads, num_tokens, num_tokens]: query, then key; 0 where the key is not visible.
+        [n_heads, num_tokens, num_tokens], dtype of q: query, then key; 0 where the key is not visible.
     """
     num_tokens, n_heads, head_dim = q.shape
     k = np.repeat(k, n_heads // k.shape[1], axis=1)
@@ -131,7 +147,10 @@ def attention_map(left: float, top: float, cell: float, shades: Array, names: Se
 
 
 def gaussian(num_rows: int, num_columns: int, seed: int = 0) -> Array:
-    """Normal numbers out of Philox by Box and Muller's formula, the same everywhere: float64."""
+    """Normal numbers out of Philox, the same everywhere: [num_rows, num_columns] float64.
+
+    Source: Box and Muller 1958, "A Note on the Generation of Random Normal Deviates".
+    """
     positions = np.arange(num_rows * num_columns)
     first, second = (uniform(seed, positions, stream).astype(np.float64) for stream in (0, 1))
     normal: Array = np.sqrt(-2 * np.log(1 - first)) * np.cos(2 * np.pi * second)
@@ -201,7 +220,10 @@ def plot_roofline() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Writes the plot; returns the exit status: 0, or 2 for input that cannot be used, with one line on stderr."""
+    """Writes the plot; returns the exit status: 0, or 2 for input that cannot be used, with one line on stderr.
+
+    Raises: nothing; a ValueError becomes that line.
+    """
     parser = argparse.ArgumentParser(prog="python -m ref.plot", description="The plots of the course, as SVG.")
     parser.add_argument("plot", choices=("rope", "attention", "quantization", "roofline"))
     parser.add_argument("--out", type=Path, required=True, help="the .svg file to write")

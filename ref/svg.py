@@ -3,6 +3,8 @@
 A Panel is a frame on the page with a scale along each side; what is drawn in it is given in the units of the data.
 Lengths are in pixels, y grows downwards. Numbers are written with one decimal (shades with two), so that a last bit
 that differs between machines is not seen.
+
+Source: W3C 2011, "Scalable Vector Graphics (SVG) 1.1".
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ def text(x: float, y: float, words: str, anchor: str = "start", color: str = "bl
 
 
 def line(x1: float, y1: float, x2: float, y2: float, color: str = "#dddddd", dashed: bool = False) -> str:
+    """A straight line between two points of the page."""
     dashes = ' stroke-dasharray="4 3"' if dashed else ""
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{color}"{dashes}/>'
 
@@ -68,6 +71,7 @@ def square(x: float, y: float, size: float, shade: float, color: str = COLORS[0]
 
 
 def dot(panel: Panel, x: float, y: float, color: str) -> str:
+    """A filled circle at a point of the data."""
     return f'<circle cx="{panel.x(x):.1f}" cy="{panel.y(y):.1f}" r="4" fill="{color}"/>'
 
 

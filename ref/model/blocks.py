@@ -2,6 +2,8 @@
 
 A family that differs in one of them brings a function of its own and keeps the rest. Beside each block stand the
 names and shapes of its weights.
+
+Source: Touvron et al. 2023, "LLaMA" (pre-norm, gated MLP); the modeling files of transformers, whose names these are.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 
 
 def decoder(config: ModelConfig, run: Run, attention: Block, mlp: Block) -> Array:
-    """A pre-norm decoder, from token ids to logits [num_tokens, vocab_size]."""
+    """A pre-norm decoder, from token ids to logits [num_tokens, vocab_size], dtype of the weights."""
     return lm_head(config, run, decoder_hidden(config, run, attention, mlp))
 
 
 def decoder_hidden(config: ModelConfig, run: Run, attention: Block, mlp: Block) -> Array:
-    """embed · embedding_scale, the layers, the last norm: [num_tokens, hidden_size]."""
+    """embed · embedding_scale, the layers, the last norm: [num_tokens, hidden_size], dtype of the weights."""
     residual = run.embed("model.embed_tokens", config.embedding_scale)
     for layer in range(config.n_layers):
         residual = decoder_layer(config, run, layer, residual, attention, mlp)
@@ -38,7 +40,9 @@ def decoder_hidden(config: ModelConfig, run: Run, attention: Block, mlp: Block) 
 
 
 def decoder_layer(config: ModelConfig, run: Run, layer: int, residual: Array, attention: Block, mlp: Block) -> Array:
-    """residual += residual_scale · attention(norm(residual)), then the same with mlp: [num_tokens, hidden_size].
+    """residual + residual_scale · attention(norm(residual)), then the same with mlp; a new residual, same dtype.
+
+    residual [num_tokens, hidden_size] is the stream before the layer, what comes back the one behind it.
 
     All scales are 1 but in MiniCPM.
     """
@@ -52,13 +56,13 @@ def decoder_layer(config: ModelConfig, run: Run, layer: int, residual: Array, at
 
 
 def lm_head(config: ModelConfig, run: Run, hidden: Array) -> Array:
-    """[num_tokens, hidden_size] → logits · logit_scale [num_tokens, vocab_size]; a tied head is the embedding."""
+    """[num_tokens, hidden_size] → logits · logit_scale [num_tokens, vocab_size], same dtype; a tied head is embed."""
     key = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
     return run.step("logits", scaled(run.product(key, hidden), config.logit_scale))
 
 
 def scaled(x: Array, scale: float) -> Array:
-    """x · scale, dtype of x."""
+    """x · scale, shape and dtype as x."""
     return x if scale == 1 else x * x.dtype.type(scale)
 
 
@@ -92,7 +96,7 @@ def gqa_attention(
         window: keys a query sees, itself included.
         qk_norm: an RMSNorm of each head of q and k before they turn, one weight [head_dim] for all (Qwen3).
     Returns:
-        [num_tokens, hidden_size].
+        [num_tokens, hidden_size], dtype of hidden.
     """
     key, num_tokens = f"model.layers.{layer}.self_attn", len(hidden)
     q = run.linear(f"{key}.q_proj", hidden).reshape(num_tokens, config.n_heads, config.head_dim)
@@ -110,6 +114,7 @@ def gqa_attention(
 def gqa_shapes(
     config: ModelConfig, layer: int, *, qkv_bias: bool = False, o_bias: bool = False, qk_norm: bool = False
 ) -> Shapes:
+    """Of the weights that gqa_attention reads in this layer."""
     key = f"model.layers.{layer}.self_attn"
     q_size, kv_size = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     shapes: Shapes = {}
@@ -122,7 +127,7 @@ def gqa_shapes(
 
 
 def gated_mlp(run: Run, key: str, hidden: Array, names: tuple[str, str, str] = GATE_UP_DOWN) -> Array:
-    """down(silu(gate(x)) · up(x)): [num_tokens, hidden_size] → [num_tokens, hidden_size]."""
+    """down(silu(gate(x)) · up(x)): [num_tokens, hidden_size] → [num_tokens, hidden_size], dtype of hidden."""
     gate_name, up_name, down_name = names
     gate, up = run.linear(f"{key}.{gate_name}", hidden), run.linear(f"{key}.{up_name}", hidden)
     activated = run.step(f"{key}.gate_up_act", gate_up_act(np.concatenate([gate, up], axis=-1)))
@@ -137,6 +142,7 @@ def mlp_shapes(
     bias: bool = False,
     names: tuple[str, str, str] = GATE_UP_DOWN,
 ) -> Shapes:
+    """Of the weights that gated_mlp reads."""
     gate, up, down = names
     return {
         **linear_shapes(f"{key}.{gate}", intermediate_size, hidden_size, bias=bias),
@@ -146,5 +152,6 @@ def mlp_shapes(
 
 
 def linear_shapes(key: str, out_features: int, in_features: int, *, bias: bool = False) -> Shapes:
+    """Of one linear layer: weight [out_features, in_features] and, if asked for, bias [out_features]."""
     shapes: Shapes = {f"{key}.weight": (out_features, in_features)}
     return shapes | ({f"{key}.bias": (out_features,)} if bias else {})

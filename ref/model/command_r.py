@@ -30,7 +30,10 @@ class CommandRConfig(ModelConfig):
 
 
 def read_command_r(config: Config) -> CommandRConfig:
-    """CohereForCausalLM; the defaults are those of transformers."""
+    """CohereForCausalLM; the defaults are those of transformers.
+
+    Raises ValueError: a key that is missing, of the wrong kind, or asks for what is not supported, by name.
+    """
     one_of(config, "hidden_act", ["silu"], "silu")
     fields = common_fields(config, max_position_embeddings=8192, rope_theta=500000.0, tie_word_embeddings=True)
     fields |= {"norm_eps": number(config, "layer_norm_eps", 1e-5), "logit_scale": number(config, "logit_scale", 0.0625)}
@@ -68,7 +71,7 @@ def command_r(
     trace: Trace | None = None,
     cache: Cache | None = None,
 ) -> Array:
-    """Logits [num_tokens, vocab_size]; arguments as in ref.model.llama.llama."""
+    """Logits [num_tokens, vocab_size]; arguments, dtype, errors as in ref.model.llama.llama."""
     run = Run(weight_shapes(config), weights, token_ids, storage, trace, cache)
     cos_sin = run.cos_sin(config.rope, config.head_dim)
     residual = run.embed("model.embed_tokens")

@@ -39,7 +39,10 @@ class Cpm1Config(ModelConfig):
 
 
 def read_cpm1(config: Config) -> Cpm1Config:
-    """GPT2LMHeadModel."""
+    """GPT2LMHeadModel.
+
+    Raises ValueError: a key that is missing, of the wrong kind, or asks for what is not supported, by name.
+    """
     for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         if config.get(key):
             raise ValueError(f"config.json: {key} is not supported")
@@ -88,7 +91,7 @@ def cpm1(
     trace: Trace | None = None,
     cache: Cache | None = None,
 ) -> Array:
-    """Logits [num_tokens, vocab_size]; arguments as in ref.model.llama.llama.
+    """Logits [num_tokens, vocab_size]; arguments, dtype, errors as in ref.model.llama.llama.
 
     Raises ValueError for a sequence longer than max_position_embeddings too: there are no more positions.
     """

@@ -39,7 +39,10 @@ class CpmAntConfig(ModelConfig):
 
 
 def read_cpm_ant(config: Config) -> CpmAntConfig:
-    """CpmAntForCausalLM; the defaults are those of transformers. Nothing rotates, so rope stays empty."""
+    """CpmAntForCausalLM; the defaults are those of transformers. Nothing rotates, so rope stays empty.
+
+    Raises ValueError: a key that is missing, of the wrong kind, or asks for what is not supported, by name.
+    """
     n_heads = integer(config, "num_attention_heads", 32)
     eos = config.get("eos_token_id")
     return CpmAntConfig(
@@ -97,7 +100,7 @@ def cpm_ant(
     trace: Trace | None = None,
     cache: Cache | None = None,
 ) -> Array:
-    """Logits [num_tokens, vocab_size]; arguments as in ref.model.llama.llama, but there must be no cache.
+    """Logits [num_tokens, vocab_size]; arguments, dtype, errors as in ref.model.llama.llama, but no cache.
 
     Raises ValueError for id 0 too, which is padding, and for a cache.
     """
@@ -140,7 +143,7 @@ def _attention(config: CpmAntConfig, run: Run, key: str, hidden: Array, bias: Ar
 
 
 def position_bias(config: CpmAntConfig, segments: NDArray[np.int64], table: Array) -> Array:
-    """What is added to scores: [n_heads, n, n], query by key.
+    """What is added to scores: [n_heads, n, n], query by key, dtype of table.
 
     Args:
         segments: [n].

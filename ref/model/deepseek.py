@@ -31,7 +31,10 @@ class DeepseekConfig(LatentConfig):
 
 
 def read_deepseek(config: Config) -> DeepseekConfig:
-    """DeepseekV2ForCausalLM or DeepseekV3ForCausalLM. The MTP layers past num_hidden_layers have no part in logits."""
+    """DeepseekV2ForCausalLM or DeepseekV3ForCausalLM. The MTP layers past num_hidden_layers have no part in logits.
+
+    Raises ValueError: a key that is missing, of the wrong kind, or asks for what is not supported, by name.
+    """
     architecture = config["architectures"][0]
     one_of(config, "hidden_act", ["silu"], "silu")
     fields = latent_fields(config)
@@ -47,12 +50,13 @@ def read_deepseek(config: Config) -> DeepseekConfig:
 
 
 def expert_layers(config: Config, n_layers: int) -> tuple[bool, ...]:
-    """From first_k_dense_replace on, every moe_layer_freq-th layer."""
+    """From first_k_dense_replace on, every moe_layer_freq-th layer. Raises ValueError, see integer."""
     first, every = config.get("first_k_dense_replace", 0), integer(config, "moe_layer_freq", 1)
     return tuple(layer >= first and layer % every == 0 for layer in range(n_layers))
 
 
 def v2_experts(config: Config) -> MoeConfig:
+    """V2: softmax, one group or the best of several. Raises ValueError, see one_of and number."""
     one_of(config, "scoring_func", ["softmax"], "softmax")
     grouped = one_of(config, "topk_method", ["greedy", "group_limited_greedy"], "greedy") == "group_limited_greedy"
     return MoeConfig(
@@ -65,6 +69,7 @@ def v2_experts(config: Config) -> MoeConfig:
 
 
 def v3_experts(config: Config) -> MoeConfig:
+    """V3: sigmoid, a bias that chooses, groups by their two best. Raises ValueError, see one_of and number."""
     one_of(config, "topk_method", ["noaux_tc"], "noaux_tc")
     return MoeConfig(
         renormalize=bool(config.get("norm_topk_prob", True)),
@@ -79,7 +84,7 @@ def v3_experts(config: Config) -> MoeConfig:
 
 
 def expert_sizes(config: Config) -> dict[str, Any]:
-    """n_shared_experts are one that is as many times as wide."""
+    """n_shared_experts are one that is as many times as wide. Raises ValueError, see integer."""
     size = integer(config, "moe_intermediate_size")
     return {
         "n_experts": integer(config, "n_routed_experts" if config.get("n_routed_experts") else "num_local_experts"),
@@ -111,7 +116,7 @@ def deepseek(
     trace: Trace | None = None,
     cache: Cache | None = None,
 ) -> Array:
-    """Logits [num_tokens, vocab_size]; arguments as in ref.model.llama.llama."""
+    """Logits [num_tokens, vocab_size]; arguments, dtype, errors as in ref.model.llama.llama."""
     run = Run(weight_shapes(config), weights, token_ids, storage, trace, cache)
     return decoder(config, run, *blocks_of(config, run))
 

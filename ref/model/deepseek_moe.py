@@ -28,7 +28,10 @@ class DeepseekMoeConfig(ModelConfig):
 
 
 def read_deepseek_moe(config: Config) -> DeepseekMoeConfig:
-    """DeepseekForCausalLM."""
+    """DeepseekForCausalLM.
+
+    Raises ValueError: a key that is missing, of the wrong kind, or asks for what is not supported, by name.
+    """
     one_of(config, "hidden_act", ["silu"], "silu")
     fields = common_fields(config)
     return DeepseekMoeConfig(
@@ -62,7 +65,7 @@ def deepseek_moe(
     trace: Trace | None = None,
     cache: Cache | None = None,
 ) -> Array:
-    """Logits [num_tokens, vocab_size]; arguments as in ref.model.llama.llama."""
+    """Logits [num_tokens, vocab_size]; arguments, dtype, errors as in ref.model.llama.llama."""
     run = Run(weight_shapes(config), weights, token_ids, storage, trace, cache)
     cos_sin = run.cos_sin(config.rope, config.head_dim)
 

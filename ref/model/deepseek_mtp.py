@@ -51,7 +51,7 @@ def deepseek_mtp(
         token_ids: [num_tokens], at least 2.
         weights, storage, trace: see ref.model.run.Run.
     Returns:
-        [num_tokens − 1, vocab_size]: row i is for token i + 2.
+        [num_tokens − 1, vocab_size], dtype of the weights: row i is for token i + 2.
     Raises:
         ValueError: the model has no MTP layer; fewer than two tokens; weights that do not fit config.
     """

@@ -39,7 +39,10 @@ class DeepseekVlConfig(LlamaConfig):
 
 
 def read_deepseek_vl(config: Config) -> DeepseekVlConfig:
-    """DeepseekVLForConditionalGeneration or MultiModalityCausalLM."""
+    """DeepseekVLForConditionalGeneration or MultiModalityCausalLM.
+
+    Raises ValueError: a key that is missing, of the wrong kind, or asks for what is not supported, by name.
+    """
     architecture = config["architectures"][0]
     key = LAYOUTS[architecture][0]
     if not isinstance(config.get(key), dict):
@@ -69,7 +72,7 @@ def deepseek_vl(
     trace: Trace | None = None,
     cache: Cache | None = None,
 ) -> Array:
-    """Logits [num_tokens, vocab_size]; arguments as in ref.model.llama.llama."""
+    """Logits [num_tokens, vocab_size]; arguments, dtype, errors as in ref.model.llama.llama."""
     held = select_weights(weight_shapes(config), weights)
     renamed = {name: held[_stored(config, name)] for name in llama_weight_shapes(config)}
     return llama(config, renamed, token_ids, storage=storage, trace=trace, cache=cache)

@@ -27,7 +27,10 @@ class LlamaConfig(ModelConfig):
 
 
 def read_llama(config: Config) -> LlamaConfig:
-    """LlamaForCausalLM or MistralForCausalLM; the defaults are those of transformers."""
+    """LlamaForCausalLM or MistralForCausalLM; the defaults are those of transformers.
+
+    Raises ValueError: a key that is missing, of the wrong kind, or asks for what is not supported, by name.
+    """
     architecture = config["architectures"][0]
     one_of(config, "hidden_act", ["silu"], "silu")
     if architecture == "MistralForCausalLM":

@@ -24,7 +24,7 @@ Array = NDArray[Any]
 
 
 def scales(config: Config) -> dict[str, float]:
-    """The three factors, as fields of ModelConfig."""
+    """The three factors, as fields of ModelConfig. Raises ValueError, see number."""
     return {
         "embedding_scale": number(config, "scale_emb"),
         "residual_scale": number(config, "scale_depth") / math.sqrt(integer(config, "num_hidden_layers")),
@@ -38,7 +38,10 @@ class MiniCPMConfig(ModelConfig):
 
 
 def read_minicpm(config: Config) -> MiniCPMConfig:
-    """MiniCPMForCausalLM, dense or, with num_experts, MoE."""
+    """MiniCPMForCausalLM, dense or, with num_experts, MoE.
+
+    Raises ValueError: a key that is missing, of the wrong kind, or asks for what is not supported, by name.
+    """
     one_of(config, "hidden_act", ["silu"], "silu")
     fields = common_fields(config, tie_word_embeddings=True) | scales(config)
     moe = None
@@ -75,7 +78,7 @@ def minicpm(
     trace: Trace | None = None,
     cache: Cache | None = None,
 ) -> Array:
-    """Logits [num_tokens, vocab_size]; arguments as in ref.model.llama.llama."""
+    """Logits [num_tokens, vocab_size]; arguments, dtype, errors as in ref.model.llama.llama."""
     run = Run(weight_shapes(config), weights, token_ids, storage, trace, cache)
     cos_sin = run.cos_sin(config.rope, config.head_dim)
 
@@ -95,7 +98,10 @@ class MiniCPM3Config(LatentConfig):
 
 
 def read_minicpm3(config: Config) -> MiniCPM3Config:
-    """MiniCPM3ForCausalLM; the defaults are those of transformers."""
+    """MiniCPM3ForCausalLM; the defaults are those of transformers.
+
+    Raises ValueError: a key that is missing, of the wrong kind, or asks for what is not supported, by name.
+    """
     one_of(config, "hidden_act", ["silu"], "silu")
     if config.get("v_head_dim") is None:  # as in the published MiniCPM3-4B
         config = {**config, "v_head_dim": integer(config, "hidden_size") // integer(config, "num_attention_heads")}
@@ -123,7 +129,10 @@ def minicpm3(
     trace: Trace | None = None,
     cache: Cache | None = None,
 ) -> Array:
-    """Logits [num_tokens, vocab_size]; arguments as in ref.model.llama.llama. The longrope table goes by num_tokens."""
+    """Logits [num_tokens, vocab_size]; arguments, dtype, errors as in ref.model.llama.llama.
+
+    The longrope table goes by num_tokens.
+    """
     run = Run(minicpm3_weight_shapes(config), weights, token_ids, storage, trace, cache)
     cos_sin = run.cos_sin(config.rope, config.qk_rope_head_dim)
 

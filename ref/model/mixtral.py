@@ -26,7 +26,10 @@ class MixtralConfig(ModelConfig):
 
 
 def read_mixtral(config: Config) -> MixtralConfig:
-    """MixtralForCausalLM; the defaults are those of transformers."""
+    """MixtralForCausalLM; the defaults are those of transformers.
+
+    Raises ValueError: a key that is missing, of the wrong kind, or asks for what is not supported, by name.
+    """
     one_of(config, "hidden_act", ["silu"], "silu")
     defaults = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rope_theta": 1e6, "rms_norm_eps": 1e-5}
     fields = common_fields(config, **defaults)
@@ -59,7 +62,7 @@ def mixtral(
     trace: Trace | None = None,
     cache: Cache | None = None,
 ) -> Array:
-    """Logits [num_tokens, vocab_size]; arguments as in ref.model.llama.llama."""
+    """Logits [num_tokens, vocab_size]; arguments, dtype, errors as in ref.model.llama.llama."""
     run = Run(weight_shapes(config), weights, token_ids, storage, trace, cache)
     cos_sin = run.cos_sin(config.rope, config.head_dim)
 

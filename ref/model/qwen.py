@@ -30,7 +30,10 @@ class QwenConfig(ModelConfig):
 
 
 def read_qwen(config: Config) -> QwenConfig:
-    """Qwen2ForCausalLM or Qwen3ForCausalLM; the defaults are those of transformers."""
+    """Qwen2ForCausalLM or Qwen3ForCausalLM; the defaults are those of transformers.
+
+    Raises ValueError: a key that is missing, of the wrong kind, or asks for what is not supported, by name.
+    """
     architecture = config["architectures"][0]
     one_of(config, "hidden_act", ["silu"], "silu")
     is_qwen3 = architecture == "Qwen3ForCausalLM"
@@ -47,13 +50,19 @@ def read_qwen(config: Config) -> QwenConfig:
 
 
 def read_windows(config: Config, n_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer: by layer_types (5.x), or on the layers from max_window_layers on (4.x)."""
+    """The window of each layer: by layer_types (5.x), or on the layers from max_window_layers on (4.x).
+
+    Raises ValueError, see windows_of.
+    """
     first = config.get("max_window_layers", 28)
     return windows_of(config, [LAYER_TYPES[layer >= first] for layer in range(n_layers)])
 
 
 def windows_of(config: Config, layer_types: list[str]) -> tuple[int | None, ...]:
-    """sliding_window on the sliding layers, if use_sliding_window says so; layer_types of the config come first."""
+    """sliding_window on the sliding layers, if use_sliding_window says so; layer_types of the config come first.
+
+    Raises ValueError: another number of layer_types than of layers, or one that is not known.
+    """
     n_layers = len(layer_types)
     if not config.get("use_sliding_window", False) or config.get("sliding_window", 4096) is None:
         return (None,) * n_layers
@@ -74,6 +83,7 @@ def weight_shapes(config: QwenConfig) -> Shapes:
 
 
 def attention_shapes(config: QwenConfig, layer: int) -> Shapes:
+    """Of one layer's attention: bias and head norms as the config says."""
     return gqa_shapes(config, layer, qkv_bias=config.qkv_bias, o_bias=config.o_bias, qk_norm=config.qk_norm)
 
 
@@ -86,7 +96,7 @@ def qwen(
     trace: Trace | None = None,
     cache: Cache | None = None,
 ) -> Array:
-    """Logits [num_tokens, vocab_size]; arguments as in ref.model.llama.llama."""
+    """Logits [num_tokens, vocab_size]; arguments, dtype, errors as in ref.model.llama.llama."""
     run = Run(weight_shapes(config), weights, token_ids, storage, trace, cache)
     cos_sin = run.cos_sin(config.rope, config.head_dim)
 

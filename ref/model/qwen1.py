@@ -37,7 +37,10 @@ class Qwen1Config(ModelConfig):
 
 
 def read_qwen1(config: Config) -> Qwen1Config:
-    """QWenLMHeadModel."""
+    """QWenLMHeadModel.
+
+    Raises ValueError: a key that is missing, of the wrong kind, or asks for what is not supported, by name.
+    """
     width = integer(config, "intermediate_size")
     if width % 2:
         raise ValueError(
@@ -100,7 +103,10 @@ def qwen1(
     trace: Trace | None = None,
     cache: Cache | None = None,
 ) -> Array:
-    """Logits [num_tokens, vocab_size]; arguments as in ref.model.llama.llama. The rope table goes by num_tokens."""
+    """Logits [num_tokens, vocab_size]; arguments, dtype, errors as in ref.model.llama.llama.
+
+    The rope table goes by num_tokens.
+    """
     run = Run(weight_shapes(config), weights, token_ids, storage, trace, cache)
     num_tokens = len(run.token_ids) if cache is None else cache.table_tokens
     alpha = ntk_alpha(num_tokens, config.seq_length) if config.dynamic_ntk else 1.0

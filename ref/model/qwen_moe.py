@@ -27,7 +27,10 @@ class QwenMoeConfig(QwenConfig):
 
 
 def read_qwen_moe(config: Config) -> QwenMoeConfig:
-    """Qwen2MoeForCausalLM or Qwen3MoeForCausalLM; the defaults are those of transformers."""
+    """Qwen2MoeForCausalLM or Qwen3MoeForCausalLM; the defaults are those of transformers.
+
+    Raises ValueError: a key that is missing, of the wrong kind, or asks for what is not supported, by name.
+    """
     architecture = config["architectures"][0]
     one_of(config, "hidden_act", ["silu"], "silu")
     is_qwen3 = architecture == "Qwen3MoeForCausalLM"
@@ -85,7 +88,7 @@ def qwen_moe(
     trace: Trace | None = None,
     cache: Cache | None = None,
 ) -> Array:
-    """Logits [num_tokens, vocab_size]; arguments as in ref.model.llama.llama."""
+    """Logits [num_tokens, vocab_size]; arguments, dtype, errors as in ref.model.llama.llama."""
     run = Run(weight_shapes(config), weights, token_ids, storage, trace, cache)
     cos_sin = run.cos_sin(config.rope, config.head_dim)
 

@@ -1,4 +1,7 @@
-"""Which file reads, checks and computes which architecture."""
+"""Which file reads, checks and computes which architecture.
+
+Source: `architectures` in the config.json of Hugging Face checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +94,7 @@ def family_of(architecture: str) -> Family:
 
 
 def weight_shapes(config: ModelConfig) -> Shapes:
-    """Name and shape of every tensor that the model reads."""
+    """Name and shape of every tensor that the model reads. Raises ValueError, see family_of."""
     return family_of(config.architecture).weight_shapes(config)
 
 
@@ -104,6 +107,6 @@ def forward(
     trace: Trace | None = None,
     cache: Cache | None = None,
 ) -> Array:
-    """Logits of any model, [num_tokens, vocab_size]; arguments and errors as in ref.model.llama.llama."""
+    """Logits of any model, [num_tokens, vocab_size]; arguments, dtype, errors as in ref.model.llama.llama."""
     family = family_of(config.architecture)
     return family.forward(config, weights, token_ids, storage=storage, trace=trace, cache=cache)

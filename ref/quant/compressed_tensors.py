@@ -31,6 +31,7 @@ Array = NDArray[Any]
 def ct_pack(weight: GroupedInt, *, symmetric: bool) -> dict[str, Array]:
     """pack-quantized tensors of a module; scales keep their dtype.
 
+    Raises ValueError: see pack_words.
     Numerics: exact. in and out are padded to whole words.
     """
     tensors = {

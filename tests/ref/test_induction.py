@@ -7,7 +7,7 @@ import pytest
 
 from ref.induction import VOCABULARY, encode, induction_config, induction_weights
 from ref.model.llama import llama
-from ref.plot import attention_weights
+from ref.plot_data import attention_weights
 from ref.sampling import greedy
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from conformance.golden_models import rand_model
 from ref.attention import attention_dense
-from ref.plot import FORMATS, attention_weights, gaussian, main, quantization_errors, rope_scores, wavelengths
+from ref.plot import main
+from ref.plot_data import FORMATS, attention_weights, gaussian, quantization_errors, rope_scores, wavelengths
 from ref.svg import Panel, document, square, text
 
 ROOT = Path(__file__).parents[2]

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from engine.batch import StepPlan, build_batch, token_positions
 from engine.checkpoint.loader import load_model_config, load_weights
+from engine.checkpoint.prepare import prepare_weights
 from engine.checkpoint.source import resolve
 from engine.comm.communicator import OneRank
 from engine.kv_cache import make_kv_cache
@@ -22,7 +23,6 @@ from engine.ops import OpTable
 from engine.rope_table import RopeTable
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
-from engine.weights import Weights
 
 Array = NDArray[Any]
 Prompts = Sequence[Sequence[int]]
@@ -37,9 +37,9 @@ def make_runner(
     source = resolve(str(folder))
     config = load_model_config(source)
     architecture = ARCHITECTURES[config.architecture]
-    loaded = load_weights(source, architecture.weight_map(config), progress=False)
-    linears = {dest: w if dest == "lm_head" else ops.prepare(w) for dest, w in loaded.linears.items()}
-    model = architecture.build(config, Weights(linears, loaded.arrays), ops)
+    weight_map = architecture.weight_map(config)
+    weights = prepare_weights(load_weights(source, weight_map, progress=False), weight_map, ops)
+    model = architecture.build(config, weights, ops)
     num_blocks = sum(-(-len(prompt) // BLOCK_SIZE) for prompt in prompts) + 2
     cache = make_kv_cache(
         model.cache_specs, num_blocks, BLOCK_SIZE, allocate=lambda shape, dtype: np.full(shape, np.nan, dtype)

@@ -11,6 +11,7 @@ from conformance import (
     kv_cache,
     layernorm,
     linear,
+    mla,
     moe,
     moe_routing,
     rmsnorm,
@@ -24,6 +25,7 @@ from engine.ops import OpTable, cpu_ops
 OPS = (
     embedding,
     linear,
+    mla,
     rmsnorm,
     layernorm,
     activation,

@@ -11,6 +11,7 @@ from threadpoolctl import threadpool_limits
 from engine.api import ModelInfo
 from engine.blocks import BlockManager
 from engine.checkpoint.loader import load_model_config, load_weights
+from engine.checkpoint.prepare import prepare_weights
 from engine.checkpoint.source import ModelSource, resolve
 from engine.comm.communicator import OneRank
 from engine.config import EngineConfig, ModelConfig
@@ -28,11 +29,8 @@ from engine.runner import ModelRunner
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
 from engine.system import has_nvidia_driver, usable_cores
-from engine.weights import Weights
 
 logger = logging.getLogger(__name__)
-
-HEAD = "lm_head"  # keeps its layout: where it is tied it is the embedding too
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +63,10 @@ def build_engine(config: EngineConfig, faults: Faults | None = None, progress: b
     threadpool_limits(1, user_api="blas")  # the threads are those of engine.cpu.team
     ops = cpu_ops(num_threads)
     weight_map = architecture.weight_map(model_config)
-    weights = _prepare(
-        load_weights(source, weight_map, seed=config.seed, progress=progress, load_format=config.load_format), ops
+    weights = prepare_weights(
+        load_weights(source, weight_map, seed=config.seed, progress=progress, load_format=config.load_format),
+        weight_map,
+        ops,
     )
     model = architecture.build(model_config, weights, ops)
     memory = plan_memory(config, model, weights.num_bytes, max_model_len)
@@ -104,17 +104,6 @@ def _assemble(
         eos_token_ids=model.config.eos_token_ids,
     )
     return Engine(scheduler, runner, limits, config.seed, faults)
-
-
-def _prepare(weights: Weights, ops: OpTable) -> Weights:
-    """Weights in the layout that the op table's linear wants; takes them over, so that the peak is one weight more."""
-    arrays, loaded = weights.arrays, dict(weights.linears)
-    del weights  # the caller keeps none either: each weight goes when its prepared form is there
-    prepared = {}
-    for dest in list(loaded):
-        weight = loaded.pop(dest)
-        prepared[dest] = weight if dest == HEAD else ops.prepare(weight)
-    return Weights(prepared, arrays)
 
 
 def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:

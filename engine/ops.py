@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from engine.cpu import activation, attention, kv_cache, layernorm, linear, moe, rmsnorm, rope, sampling
+from engine.cpu import activation, attention, kv_cache, layernorm, linear, mla, moe, rmsnorm, rope, sampling
 from engine.cpu.team import Team
 from engine.weights import LinearWeight
 from ref import embedding, moe_routing
@@ -60,6 +60,12 @@ class OpTable:
     qk_norm_rope_kv_write: Callable[..., Array]  # (q, k, v, q_weight, k_weight, eps, cos_sin, …)
     attention_decode: Callable[..., Array]  # (q, k_cache, v_cache, block_table, seq_lens, sm_scale, window)
     attention_prefill: Callable[..., Array]  # (…, block_table, cu_seqlens_q, seq_lens, sm_scale, window)
+    mla_rope_latent_write: Callable[
+        ..., Array
+    ]  # (q, kv_a, kv_a_layernorm, eps, cos_sin, slot_mapping, latent_cache, …)
+    mla_decode: Callable[..., Array]  # (q, latent_cache, kv_b_proj, block_table, seq_lens, sm_scale)
+    mla_prefill: Callable[..., Array]  # (…, block_table, cu_seqlens_q, seq_lens, sm_scale)
+    mla_split_kv_b: Callable[[LinearWeight, int, int], LinearWeight]  # (kv_b_proj, n_heads, qk_nope_head_dim)
     logn_scale: Callable[[Array, int], Array]  # (positions, length)
     act: Callable[[Array, str], Array]  # (x, activation)
     gate_up_act: Callable[..., Array]  # (gate_up, activation)
@@ -85,6 +91,10 @@ def cpu_ops(num_threads: int = 1) -> OpTable:
         qk_norm_rope_kv_write=rope.qk_norm_rope_kv_write,
         attention_decode=attention.attention_decode,
         attention_prefill=attention.attention_prefill,
+        mla_rope_latent_write=mla.mla_rope_latent_write,
+        mla_decode=mla.mla_decode,
+        mla_prefill=partial(mla.mla_prefill, team=team),
+        mla_split_kv_b=mla.mla_split_kv_b,
         logn_scale=logn_scale,
         act=act,
         gate_up_act=activation.gate_up_act,

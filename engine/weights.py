@@ -29,6 +29,7 @@ class LinearSpec:
     bias: bool = False
     n_experts: int = 0
     transposed: bool = False
+    latent: tuple[int, int] | None = None  # of kv_b_proj in latent attention: n_heads and qk_nope_head_dim
 
     @property
     def out_features(self) -> int:
@@ -71,6 +72,7 @@ class LinearWeight:
     """The weight of y = x Wᵀ + bias as a value; what is in tensors is the format's business.
 
     format "dense": tensors["weight"] [out_features, in_features], floating point; of experts one axis more in front.
+    The op table's prepare, and mla_split_kv_b for a spec with `latent`, put others in its place.
     """
 
     format: str

@@ -28,8 +28,8 @@ def rope_kv_write(
     slot_mapping [num_tokens], all ≥ 0 here; caches [num_blocks, block_size, n_kv_heads, head_dim]. float32.
     interleaved: pairs are neighbours, not elements of the two halves.
     """
-    kv_cache_write(_rotate(k, cos_sin, interleaved), v, slot_mapping, k_cache, v_cache)
-    return _rotate(q, cos_sin, interleaved)
+    kv_cache_write(rotate(k, cos_sin, interleaved), v, slot_mapping, k_cache, v_cache)
+    return rotate(q, cos_sin, interleaved)
 
 
 def qk_norm_rope_kv_write(
@@ -56,7 +56,8 @@ def _head_norm(x: Float32, weight: Float32, eps: float) -> Float32:
     return out
 
 
-def _rotate(x: Float32, cos_sin: Float32, interleaved: bool) -> Float32:
+def rotate(x: Float32, cos_sin: Float32, interleaved: bool) -> Float32:
+    """Defined by ref.rope.rope: x [num_tokens, n_heads, rotary_dim], cos_sin [num_tokens, rotary_dim]."""
     half = x.shape[2] // 2
     cos, sin = cos_sin[:, None, :half], cos_sin[:, None, half:]
     firsts, seconds = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, half), slice(half, None))

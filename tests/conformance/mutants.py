@@ -131,21 +131,21 @@ ROPE = mutants(
     (
         "rope_kv_write",
         "keys stored without rotation",
-        "kv_cache_write(_rotate(k, cos_sin, interleaved)",
+        "kv_cache_write(rotate(k, cos_sin, interleaved)",
         "kv_cache_write(k",
     ),
     ("rope_kv_write", "values in the slots of other tokens", "v, slot_mapping, k", "v[::-1], slot_mapping, k"),
     (
         "rope_kv_write",
         "writes in front of the cache",
-        "    return _rotate(q, cos_sin, interleaved)",
-        "    k_cache.base[0] = 0\n    return _rotate(q, cos_sin, interleaved)",
+        "    return rotate(q, cos_sin, interleaved)",
+        "    k_cache.base[0] = 0\n    return rotate(q, cos_sin, interleaved)",
     ),
     (
         "rope_kv_write",
         "clears slots of others",
-        "    return _rotate(q, cos_sin, interleaved)",
-        "    np.nan_to_num(v_cache, copy=False)\n    return _rotate(q, cos_sin, interleaved)",
+        "    return rotate(q, cos_sin, interleaved)",
+        "    np.nan_to_num(v_cache, copy=False)\n    return rotate(q, cos_sin, interleaved)",
     ),
     (
         "rope_kv_write",
@@ -155,7 +155,7 @@ ROPE = mutants(
     ),
     ("rope_kv_write", "pairs always in halves", "if interleaved else", "if False else"),
     ("rope_kv_write", "pairs always neighbours", "if interleaved else", "if True else"),
-    ("rope_kv_write", "pairs of k in halves", "_rotate(k, cos_sin, interleaved)", "_rotate(k, cos_sin, False)"),
+    ("rope_kv_write", "pairs of k in halves", "rotate(k, cos_sin, interleaved)", "rotate(k, cos_sin, False)"),
     ("rope_kv_write", "cosine and sine swapped", "cos, sin = cos_sin", "sin, cos = cos_sin"),
 )
 KV_CACHE = mutants(

@@ -1,13 +1,16 @@
 """Proof that the harness can fail: faults planted in copies of the CPU twins, each of which the cases must catch."""
 
+import sys
 import types
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ import pytest
 import conformance.engine_run
 import conformance.golden
 import conformance.rope_table
+import engine.models.llama
 from conformance.case import Case
 from conformance.check import check
 from conformance.suite import CPU_THREADS, cases, target_ops
@@ -22,12 +26,13 @@ from engine.cpu import linear
 from engine.cpu.team import Team
 from engine.models.registry import Architecture
 from engine.ops import OpTable
+from tests.conformance.mla_mutants import MLA_MUTANTS
 from tests.conformance.moe_mutants import MOE_MUTANTS
 from tests.conformance.mutants import MUTANTS, Mutant
 
 CPU = cases("cpu")
 OPS = target_ops("cpu")
-ALL_MUTANTS = [*MUTANTS, *MOE_MUTANTS]
+ALL_MUTANTS = [*MUTANTS, *MLA_MUTANTS, *MOE_MUTANTS]
 REF_OPS = ("moe_routing",)  # stems of which the CPU's op table holds ref itself; the cases must catch their faults too
 
 
@@ -38,7 +43,8 @@ def mutated(module: str, old: str, new: str) -> types.ModuleType:
     text = Path(original.__file__).read_text(encoding="utf-8")
     assert text.count(old) == 1, f"{module} has {text.count(old)} times {old!r}: the mutant is out of date"
     copy = types.ModuleType(f"mutant_of_{original.__name__}")
-    exec(compile(text.replace(old, new), f"{original.__file__} (mutant)", "exec", dont_inherit=True), vars(copy))
+    with patch.dict(sys.modules, {copy.__name__: copy}):  # dataclasses look their module up
+        exec(compile(text.replace(old, new), f"{original.__file__} (mutant)", "exec", dont_inherit=True), vars(copy))
     return copy
 
 
@@ -46,16 +52,17 @@ def table_of(mutant: Mutant) -> OpTable:
     """The CPU's op table with the mutant in it."""
     package = "ref" if mutant.stem in REF_OPS else "engine.cpu"
     module = mutated(f"{package}.{mutant.stem}", mutant.old, mutant.new)
-    if mutant.stem == "moe":
-        team = Team(CPU_THREADS)
-        return replace(OPS, **{op: partial(getattr(module, op), team=team) for op in mutant.ops})
     if mutant.stem == "team":
         return replace(OPS, linear=partial(linear.linear, team=module.Team(CPU_THREADS)))
     if mutant.stem == "linear":
         return replace(OPS, linear=partial(module.linear, team=Team(CPU_THREADS)), prepare=module.prepare_dense)
     if mutant.stem == "sampling":
         return replace(OPS, sampling=module)
-    return replace(OPS, **{op: getattr(module, op) for op in mutant.ops})
+    functions = {op: getattr(module, op) for op in mutant.ops}
+    for op, function in functions.items():
+        if "team" in signature(function).parameters:
+            functions[op] = partial(function, team=Team(CPU_THREADS))
+    return replace(OPS, **functions)
 
 
 def caught(found: list[Case], ops: OpTable) -> str | None:
@@ -189,6 +196,22 @@ def test_a_fault_in_the_model_is_caught(old: str, new: str, monkeypatch: pytest.
     names = ("LlamaForCausalLM", "MistralForCausalLM")
     monkeypatch.setattr(conformance.engine_run, "ARCHITECTURES", dict.fromkeys(names, architecture))
     assert "logits" in str(caught(cases_of("llama", "forward-mistral"), OPS))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("out += ops.moe_shared_expert", "ops.moe_shared_expert"),
+        ("if moe.shared_gate else None", "if False else None"),
+        ("renormalize=moe.renormalize", "renormalize=True"),
+        ("scaling_factor=moe.scaling_factor", "scaling_factor=2.0"),
+        ("ops.moe_route(\n        ops.linear(hidden", "ops.moe_route(\n        ops.linear(hidden * 0"),
+    ],
+)
+def test_a_fault_in_a_layer_with_experts_is_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = mutated("engine.models.moe", old, new)
+    monkeypatch.setattr(engine.models.llama, "feed_forward", module.feed_forward)
+    assert "logits" in str(caught(cases_of("llama", "forward-qwen2_moe"), OPS))
 
 
 @pytest.mark.parametrize("fault", ["blocks in order of number", "past of a chunk forgotten", "turns the other way"])

@@ -8,7 +8,7 @@
 //            come in tiles of 64 tokens, the keys of the next tile under the second product of this one
 // template   T bf16 or fp16; kHeadDim a multiple of 16 up to 256; kTiles 1 or 2; kWarps
 // sums       float32; a running maximum a row, tile by tile; p is rounded to T as the tensor cores take it
-// launcher   grid (⌈num_tokens / queries⌉ + num_seqs, n_heads), block 32 · kWarps, shared memory
+// launcher   grid (n_heads, ⌈num_tokens / queries⌉ + num_seqs), block 32 · kWarps, shared memory
 //            2 · kHeadDim · (queries + 128) bytes
 #include "ptx.cuh"
 #include "reduce.cuh"
@@ -37,14 +37,14 @@ __global__ void __launch_bounds__(32 * kWarps)
   constexpr int kQueries = 16 * kTiles * kWarps, kThreads = 32 * kWarps;
   constexpr int kSteps = kHeadDim / 16, kUnits = kHeadDim / 8, kColumns = kTokens / 8;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, pair = lane % 4;
-  const int head = blockIdx.y, kv_head = head / (n_heads / n_kv_heads);
+  const int head = blockIdx.x, kv_head = head / (n_heads / n_kv_heads);
   __shared__ int slots[2][kTokens];  // of the tokens of a tile; −1 = none
   T* const q_tile = dynamic_shared<T>();
   T* const k_tile = q_tile + kQueries * kHeadDim;
   T* const v_tile = k_tile + kTokens * kHeadDim;
 
   dependency_wait();
-  int seq = 0, tile = blockIdx.x, first_row = 0, q_len = 0;
+  int seq = 0, tile = blockIdx.y, first_row = 0, q_len = 0;
   for (; seq < num_seqs; ++seq) {  // which sequence has this tile
     first_row = cu_seqlens_q[seq];
     q_len = cu_seqlens_q[seq + 1] - first_row;

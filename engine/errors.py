@@ -13,6 +13,10 @@ class CheckpointError(GlintError):
     """A weight file is missing, damaged, or does not fit the config; the message names the tensor or file."""
 
 
+class KernelError(GlintError):
+    """A CUDA kernel cannot be compiled or launched as asked, or the GPU cannot run it."""
+
+
 class CapacityError(GlintError):
     """The queue is full for now; the same request may succeed later."""
 

@@ -31,7 +31,7 @@ LAYERS = (
         "engine.model_config.families",
     ),
     ("engine.model_config",),
-    ("engine.cpu", "engine.ops", "engine.rope_table"),
+    ("engine.cpu", "engine.kernels", "engine.ops", "engine.rope_table"),
     ("engine.kv_cache", "engine.models.model", "engine.comm"),
     ("engine.models", "engine.checkpoint"),
     ("engine.sampler", "engine.runner", "engine.memory"),
@@ -49,10 +49,12 @@ LAYERS = (
 )
 ORACLE = (
     "conformance.regenerate",
+    "conformance.oracle_formats",
     "conformance.peers",
 )  # run by hand with an extra; may import torch, nobody imports them
 HTTP_PROCESS = ("engine.http_process", "engine.http_protocol")
-NOT_AT_RUN_TIME = ("torch", "transformers", "jax", "cupy")
+NOT_AT_RUN_TIME = ("torch", "transformers", "jax")
+GPU = "engine.kernels"  # only this package imports cupy; a machine without a GPU never imports it
 OWN_MODULES = {  # third-party packages that are kept behind a few modules
     "tokenizers": {"engine.tokenizer", "engine.gguf_tokenizer", "ref.__main__"},
     "jinja2": {"engine.chat_template", "engine.template_sandbox", "engine.template_limits"},
@@ -138,7 +140,13 @@ RULES = {
         within(name, "engine") and within(target, "engine") and layer(name) < layer(target)
     ),
     "no relative imports": lambda name, target: target.startswith("."),
-    "torch, transformers, jax and cupy are not imported": lambda name, target: (
+    "cupy is imported by the GPU's own package only": lambda name, target: (
+        target.split(".")[0] == "cupy" and not within(name, GPU)
+    ),
+    "the GPU's own package is imported by nobody else, and never uses ref": lambda name, target: (
+        (within(target, GPU) and not within(name, GPU)) or (within(name, GPU) and within(target, "ref"))
+    ),
+    "torch, transformers and jax are not imported": lambda name, target: (
         target.split(".")[0] in NOT_AT_RUN_TIME and not any(within(name, tool) for tool in ORACLE)
     ),
     "tools that need an oracle are imported by nobody": lambda name, target: (
@@ -195,10 +203,10 @@ def modules_after(statements: str) -> set[str]:
 
 def test_nothing_heavy_is_loaded_at_run_time() -> None:
     """By our own modules or by anything that they import."""
-    names = [name for name in modules() if not any(within(name, tool) for tool in ORACLE)]
+    names = [name for name in modules() if not any(within(name, tool) for tool in (*ORACLE, GPU))]
     loaded = modules_after("\n".join(f"import {name}" for name in names))
     assert set(PACKAGES) <= loaded
-    assert loaded.isdisjoint(NOT_AT_RUN_TIME)
+    assert loaded.isdisjoint((*NOT_AT_RUN_TIME, "cupy"))
 
 
 def test_the_border_is_light() -> None:
@@ -229,7 +237,18 @@ def test_imports_are_seen(code: str, found: list[str]) -> None:
         ("only the HTTP process imports server", "engine.serve", "server.app"),
         ("engine follows the layers", "engine.models.model", "engine.models.llama"),
         ("engine follows the layers", "engine.scheduler", "engine.ops"),
-        ("torch, transformers, jax and cupy are not imported", "engine.loop", "torch.nn"),
+        ("torch, transformers and jax are not imported", "engine.loop", "torch.nn"),
+        ("cupy is imported by the GPU's own package only", "engine.loop", "cupy.cuda"),
+        (
+            "the GPU's own package is imported by nobody else, and never uses ref",
+            "engine.loop",
+            "engine.kernels.compile",
+        ),
+        (
+            "the GPU's own package is imported by nobody else, and never uses ref",
+            "engine.kernels.compile",
+            "ref.linear",
+        ),
         ("some packages stay behind their own modules", "engine.loop", "jinja2.sandbox"),
     ],
 )

@@ -66,11 +66,12 @@ def read_checkpoint(folder: str | Path, dtype: DTypeLike | None = np.float32) ->
         return read_safetensors(single, dtype)
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError) as error:
+        files = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is no valid index with a weight_map: {error!r}") from None
     tensors: dict[str, Array] = {}
-    for file in sorted(set(weight_map.values())):
-        if Path(file).name != file or file in ("", ".", ".."):
+    for file in files:
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
             raise ValueError(f"{index} names the file {file!r}; only files beside the index are read")
         held = read_safetensors(folder / file, dtype)
         for name in (name for name, place in weight_map.items() if place == file):
@@ -94,22 +95,30 @@ def read_safetensors(path: str | Path, dtype: DTypeLike | None = np.float32) -> 
         header = json.loads(raw[8 : 8 + header_bytes].tobytes())
     except ValueError as error:
         raise ValueError(f"{path} is damaged: its header is no JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} is damaged: its header is a {type(header).__name__}, not names and tensors")
     known = STORED if dtype is not None else STORED | QUANTIZED
     data = raw[8 + header_bytes :].view(np.ndarray)
     views = {name: _view(path, data, name, at, known) for name, at in header.items() if name != "__metadata__"}
     return views if dtype is None else {name: np.array(widen(view), dtype) for name, view in views.items()}
 
 
-def _view(path: Path, data: NDArray[np.uint8], name: str, entry: dict[str, Any], known: dict[str, DTypeLike]) -> Array:
+def _view(path: Path, data: NDArray[np.uint8], name: str, entry: Any, known: dict[str, DTypeLike]) -> Array:
     """One tensor as stored, unread: [shape of entry], read-only."""
-    if entry["dtype"] not in known:
-        raise ValueError(f"{path}: tensor {name} is {entry['dtype']}; ref reads {', '.join(known)}")
-    begin, end = entry["data_offsets"]
-    stored = np.dtype(known[entry["dtype"]])
-    wanted = math.prod(entry["shape"]) * stored.itemsize
+    match entry:
+        case {"dtype": str(kind), "shape": [*shape], "data_offsets": [int(begin), int(end)]}:
+            sound = all(type(size) is int and size >= 0 for size in shape)
+        case _:
+            sound = False
+    if not sound:
+        raise ValueError(f"{path} is damaged: tensor {name} is described as {entry!r}")
+    if kind not in known:
+        raise ValueError(f"{path}: tensor {name} is {kind}; ref reads {', '.join(known)}")
+    stored = np.dtype(known[kind])
+    wanted = math.prod(shape) * stored.itemsize
     if not 0 <= begin <= end <= data.size or end - begin != wanted:
         raise ValueError(
-            f"{path} is damaged: tensor {name} of shape {entry['shape']} needs {wanted} bytes, but stands at "
+            f"{path} is damaged: tensor {name} of shape {shape} needs {wanted} bytes, but stands at "
             f"bytes {begin} to {end} of {data.size}"
         )
-    return data[begin:end].view(stored).reshape(entry["shape"])
+    return data[begin:end].view(stored).reshape(shape)

@@ -74,6 +74,9 @@ def test_a_header_that_is_no_json_is_named(tmp_path: Path) -> None:
     file.write_bytes(struct.pack("<Q", 3) + b"{x}")
     with pytest.raises(ValueError, match=r"x\.safetensors is damaged: its header is no JSON"):
         read_safetensors(file)
+    file.write_bytes(struct.pack("<Q", 3) + b"[1]")
+    with pytest.raises(ValueError, match=r"x\.safetensors is damaged: its header is a list"):
+        read_safetensors(file)
 
 
 @pytest.mark.parametrize(
@@ -84,9 +87,17 @@ def test_a_header_that_is_no_json_is_named(tmp_path: Path) -> None:
         ({"dtype": "F32", "shape": [1], "data_offsets": [0, 8]}, r"tensor w of shape \[1\] needs 4 bytes"),
         ({"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}, "stands at bytes 4 to 12 of 8"),
         ({"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}, "stands at bytes -8 to 0"),
+        (
+            {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]},
+            r"tensor w is described as \{'dtype': 'F32', 'sh",
+        ),
+        ({"dtype": "F32", "shape": 2, "data_offsets": [0, 8]}, "tensor w is described as"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [8]}, "tensor w is described as"),
+        ({"dtype": "F32", "shape": [2]}, "tensor w is described as"),
+        ("F32", "tensor w is described as 'F32'"),
     ],
 )
-def test_a_wrong_entry_is_named(tmp_path: Path, entry: dict[str, Any], message: str) -> None:
+def test_a_wrong_entry_is_named(tmp_path: Path, entry: Any, message: str) -> None:
     file = tmp_path / "x.safetensors"
     header = json.dumps({"w": entry}).encode()
     file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
@@ -108,8 +119,12 @@ def test_an_index_that_lies_is_named(tmp_path: Path) -> None:
     index.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"holds the tensor extra\.weight, but it does not"):
         read_checkpoint(tmp_path)
-    index.write_text("{}")
-    with pytest.raises(ValueError, match="no valid index"):
+    for text in ("{}", "[]", '{"weight_map": ["w"]}', "{"):
+        index.write_text(text)
+        with pytest.raises(ValueError, match="no valid index"):
+            read_checkpoint(tmp_path)
+    index.write_text('{"weight_map": {"w": 1}}')
+    with pytest.raises(ValueError, match="names the file 1; only files beside the index are read"):
         read_checkpoint(tmp_path)
 
 

@@ -84,3 +84,20 @@ def test_qnt_09_static_scale_saturates() -> None:
 
 def test_no_tokens() -> None:
     assert int8_linear(np.zeros((0, 3)), np.ones((2, 3), np.int8), np.ones(2)).shape == (0, 2)
+
+
+@given(arrays(np.float64, (3, 7), elements=st.floats(-1e6, 1e6, allow_subnormal=False)))
+def test_steps_of_127_and_of_127_and_a_half_differ_by_less_than_a_step(x: np.ndarray) -> None:
+    """What ref.quant.coded.quantized_linear says of compressed-tensors, whose codes go from −128 to 127."""
+    largest = np.abs(x).max(axis=-1, keepdims=True)
+    x = x[largest[:, 0] > 1e-200]
+    largest = largest[largest > 1e-200][:, None]
+    step = largest / 127.5
+    theirs = np.clip(np.rint(x / step), -128, 127) * step
+    limit = largest * (1 / 254 + 1 / 255)
+    assert (np.abs(int8_dequantize(*int8_quantize(x)) - theirs) <= limit * (1 + 1e-9)).all()
+    w = np.array([[1, -2, 3, 0.5, 0, 1, -1]])
+    wq, w_scale = int8_quantize(w)
+    decoded = int8_dequantize(wq, w_scale)
+    difference = np.abs(int8_linear(x, wq, w_scale) - linear(theirs, decoded))
+    assert (difference <= limit * np.abs(decoded).sum() * (1 + 1e-9)).all()

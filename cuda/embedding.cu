@@ -1,0 +1,26 @@
+// Token ids to vectors. ref.embedding: embedding.
+// y[t] = table[token_ids[t]]
+// token_ids [num_tokens] int32; table [vocab_size, hidden_size] T with a stride between rows; y [num_tokens, hidden_size] T.
+// A block owns a piece of a row of y, and a thread 16 bytes of it.
+// T: bf16, fp16, float.
+// A copy: nothing is computed or rounded. An id outside the table gives a row of NaN, which the check of the logits
+//   finds. The launcher: grid = (num_tokens, ⌈hidden_size / (threads · kWidth<T>)⌉), any block.
+#include "vec.cuh"
+
+template <typename T>
+__global__ void __launch_bounds__(1024)
+    embedding(const int* token_ids, const T* table, T* y, int vocab_size, int hidden_size, index_t table_stride) {
+  dependency_wait();
+  const int id = token_ids[blockIdx.x];
+  const int i = (static_cast<int>(blockIdx.y * blockDim.x) + static_cast<int>(threadIdx.x)) * kWidth<T>;
+  const T* from = table + static_cast<index_t>(id) * table_stride;
+  T* to = y + static_cast<index_t>(blockIdx.x) * hidden_size;
+  const bool is_known = id >= 0 && id < vocab_size;
+  if (is_known && is_aligned(from) && is_aligned(to) && i + kWidth<T> <= hidden_size) {
+    store16(to + i, load16_stream(from + i));
+  } else {
+    for (int j = i; j < hidden_size && j < i + kWidth<T>; ++j)
+      to[j] = is_known ? from[j] : from_float<T>(__uint_as_float(0x7fc00000u));
+  }
+  dependency_launch();
+}

@@ -1,6 +1,7 @@
 """Runs the cases of a target and prints a line a case:
 
 python -m conformance --target golden|cpu|host|gpu [--op STEM] [--case NAME] [--seed N] [--json FILE]
+python -m conformance --layers DIR [--ids 1,2,3] [--seed N]   the engine and ref layer by layer
 python -m conformance --exercises                       lists the exercises of ref/EXERCISES.md
 python -m conformance --exercise N --impl FILE.py:function [--case NAME] [--seed N]
 """
@@ -19,7 +20,9 @@ from typing import Any
 from conformance.case import Case, Result
 from conformance.check import check
 from conformance.exercises import exercise_lines, list_lines, task_lines
+from conformance.layers import compare_layers, prompt_for
 from conformance.suite import NO_KERNELS, TARGETS, cases, rerun_command, target_ops
+from engine.errors import GlintError
 from engine.ops import OpTable
 
 ROOT = Path(__file__).parent.parent
@@ -31,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
     if args.exercises or args.exercise is not None:
         return _exercise(args)
+    if args.layers is not None:
+        return _layers(args)
     if args.target in NO_KERNELS:
         print(f"python -m conformance: --target {args.target}: {NO_KERNELS[args.target]}", file=sys.stderr)
         return 2
@@ -62,6 +67,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     what.add_argument(
         "--exercise", type=int, metavar="N", help="check a solution of exercise N; without --impl, its task"
     )
+    what.add_argument("--layers", type=Path, metavar="DIR", help="compare the engine with ref on this checkpoint")
+    parser.add_argument("--ids", help="of --layers: token ids with commas between them (default: random ones)")
     parser.add_argument("--impl", metavar="FILE.py:function", help="the solution; module:function will do too")
     parser.add_argument("--op", metavar="STEM", help="only cases of this stem, such as attention")
     parser.add_argument("--case", metavar="NAME", help="only the case of this name")
@@ -87,6 +94,23 @@ def _exercise(args: argparse.Namespace) -> int:
         return 2
     print("\n".join(lines))
     return 0
+
+
+def _layers(args: argparse.Namespace) -> int:
+    """A line a place where the engine and ref can be compared, in the order of the computation."""
+    try:
+        token_ids = prompt_for(args.layers, args.seed) if args.ids is None else [int(i) for i in args.ids.split(",")]
+        places = compare_layers(args.layers, target_ops("cpu"), token_ids)
+    except (ValueError, OSError, GlintError) as error:
+        print(f"python -m conformance: --layers {args.layers}: {error}", file=sys.stderr)
+        return 2
+    for place in places:
+        print(f"{place.name} {place.error:.3g} {place.limit:.3g} {'FAIL' if place.problem else 'ok'}", flush=True)
+        if place.problem:
+            print(f"    {place.problem}")
+    parted = [place.name for place in places if place.problem]
+    print(f"the engine and ref part at {parted[0]}" if parted else f"equal at all {len(places)} places")
+    return 1 if parted else 0
 
 
 def _choose(found: Sequence[Case], stem: str | None, name: str | None) -> list[Case]:

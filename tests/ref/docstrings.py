@@ -74,6 +74,7 @@ def named(name: str) -> list[Function]:
     return [function for (_, own), function in functions().items() if own == name]
 
 
+@cache
 def array_aliases(module: ast.Module) -> dict[str, str]:
     """Names of a module that stand for arrays, with what they mean."""
     aliases = {"NDArray": "", "ArrayLike": ""}
@@ -177,6 +178,7 @@ def raised(node: ast.AST) -> set[str]:
     return found
 
 
+@cache
 def called(function: Function) -> list[Function]:
     """The functions of ref that the body calls: of its own file, or imported by name."""
     sources = {own.name: own for own in functions_of(function.file, function.module)}

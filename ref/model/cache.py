@@ -21,7 +21,8 @@ class Cache:
     num_cached: tokens that earlier passes have put in; the next pass starts at this position.
     table_tokens: the number of tokens that chose the rope table, for good, since cached keys are rotated already.
     block_table [1, num_blocks] runs backwards, for any order must do.
-    k, v: by layer, [num_blocks, block_size, n_kv_heads, head_dim]; or, with latent attention,
+    k, v: by layer, [num_blocks, block_size, n_kv_heads, head_dim] (with `extend` [num_rows, n_kv_heads, head_dim]); or,
+    with latent attention,
     latent: by layer, [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim].
     """
 
@@ -70,6 +71,18 @@ class Cache:
         if len(q) == 1:
             return mla_decode(q, pages, kv_b_proj, self.block_table, seq_lens, sm_scale)
         return mla_prefill(q, pages, kv_b_proj, self.block_table, np.array([0, len(q)]), seq_lens, sm_scale)
+
+    def extend(self, layer: int, k: Array, v: Array) -> tuple[Array, Array]:
+        """Stores keys and values without pages, and gives all that the layer has: for attention of an own kind.
+
+        Args:
+            k, v: [num_tokens, n_kv_heads, head_dim] of new rows.
+        Returns:
+            keys and values of all rows, the new ones last.
+        """
+        past_k, past_v = self.k.get(layer, k[:0]), self.v.get(layer, v[:0])
+        self.k[layer], self.v[layer] = np.concatenate([past_k, k]), np.concatenate([past_v, v])
+        return self.k[layer], self.v[layer]
 
     def _slots(self, num_tokens: int) -> NDArray[np.int64]:
         positions = np.arange(self.num_cached, self.num_cached + num_tokens)

@@ -4,8 +4,9 @@ Source: the OpenBMB CPM-Live project; T5 (Raffel et al. 2020) for the buckets of
 CpmAntForCausalLM of transformers.
 
 Before the tokens stand prompt_length learned vectors, segment 0; tokens are segment 2. As transformers runs it, the
-whole input is context: every token sees every other, later ones too, so a longer input changes all logits. So there
-is no pass with a cache here.
+whole input is context: every token sees every other, later ones too, so a longer input changes all logits. A cache
+fixes what is context: the prompt, read in one pass, sees itself both ways, and a token after it sees all up to itself.
+So what is generated with a cache is not what a pass over the longer input would say.
 """
 
 from __future__ import annotations
@@ -100,43 +101,57 @@ def cpm_ant(
     trace: Trace | None = None,
     cache: Cache | None = None,
 ) -> Array:
-    """Logits [num_tokens, vocab_size]; arguments, dtype, errors as in ref.model.llama.llama, but no cache.
+    """Logits [num_tokens, vocab_size]; arguments, dtype, errors as in ref.model.llama.llama.
 
-    Raises ValueError for id 0 too, which is padding, and for a cache.
+    Raises ValueError too for id 0, which is padding, and for a first pass with a cache that is not the whole prompt of
+    cache.table_tokens tokens.
     """
-    if cache is not None:
-        raise ValueError("CPM-Ant looks at all tokens both ways: run the whole sequence, without a cache")
-    run = Run(weight_shapes(config), weights, token_ids, storage, trace)
+    run = Run(weight_shapes(config), weights, token_ids, storage, trace, cache)
     if (run.token_ids == 0).any():
         raise ValueError("token id 0 is padding in CPM-Ant; leave it out")
+    num_cached = 0 if cache is None else cache.num_cached
+    if cache is not None and not num_cached and len(run.token_ids) != cache.table_tokens:
+        found = f"{len(run.token_ids)} of {cache.table_tokens} tokens"
+        raise ValueError(
+            f"CPM-Ant reads a prompt in one pass, since its tokens see each other both ways; found {found}"
+        )
     num_prompt, eps = config.prompt_length, config.norm_eps
     table = run.weights["cpmant.input_embedding.weight"]
     first = config.vocab_size + PROMPT_TYPE * num_prompt
-    tokens = embedding(run.token_ids, table[: config.vocab_size])
-    rows = np.concatenate([table[first : first + num_prompt], tokens])  # [num_prompt + num_tokens, hidden_size]
-    segments = np.concatenate([np.full(num_prompt, PROMPT_SEGMENT), np.full(len(run.token_ids), TOKEN_SEGMENT)])
+    rows = embedding(run.token_ids, table[: config.vocab_size])
+    if not num_cached:
+        rows = np.concatenate([table[first : first + num_prompt], rows])  # [num_prompt + num_tokens, hidden_size]
+    segments = np.full(num_prompt + num_cached + len(run.token_ids), TOKEN_SEGMENT)
+    segments[:num_prompt] = PROMPT_SEGMENT
     bias = position_bias(config, segments, run.weights["cpmant.position_bias.relative_attention_bias"])
-    residual = run.step("cpmant.embedding", rows + run.weights["cpmant.segment_embedding.weight"][segments])
+    past = len(segments) - len(rows)
+    bias = bias[:, past:]  # queries are the rows of this pass
+    if past:
+        future = np.arange(len(segments)) > np.arange(past, len(segments))[:, None]
+        bias = np.where(future, -np.inf, bias)
+    segment_rows = run.weights["cpmant.segment_embedding.weight"][segments[past:]]
+    residual = run.step("cpmant.embedding", rows + segment_rows)
     for layer in range(config.n_layers):
         key = f"cpmant.encoder.layers.{layer}"
         hidden = run.rmsnorm(f"{key}.self_att.layernorm_before_attention", residual, eps)
-        attended = run.step(
-            f"layers.{layer}.attn_out", _attention(config, run, f"{key}.self_att.self_attention", hidden, bias)
-        )
+        attended = run.step(f"layers.{layer}.attn_out", _attention(config, run, layer, hidden, bias))
         residual = run.step(f"layers.{layer}.attn_residual", residual + attended)
         hidden = run.rmsnorm(f"{key}.ffn.layernorm_before_ffn", residual, eps)
         gate, up = run.linear(f"{key}.ffn.ffn.w_in.w_0", hidden), run.linear(f"{key}.ffn.ffn.w_in.w_1", hidden)
         inner = run.step(f"{key}.ffn.ffn.w_in", gate_up_act(np.concatenate([gate, up], axis=-1), "gelu"))
         fed = run.step(f"layers.{layer}.mlp_out", run.linear(f"{key}.ffn.ffn.w_out", inner))
         residual = run.step(f"layers.{layer}.residual", residual + fed)
-    hidden = run.rmsnorm("cpmant.encoder.output_layernorm", residual[num_prompt:], eps)
+    hidden = run.rmsnorm("cpmant.encoder.output_layernorm", residual[len(residual) - len(run.token_ids) :], eps)
     return run.step("logits", run.product("lm_head", hidden))
 
 
-def _attention(config: CpmAntConfig, run: Run, key: str, hidden: Array, bias: Array) -> Array:
-    """softmax(q·k / √head_dim + bias) v over all keys: hidden [n, hidden_size], bias [n_heads, n, n]."""
+def _attention(config: CpmAntConfig, run: Run, layer: int, hidden: Array, bias: Array) -> Array:
+    """softmax(q·k / √head_dim + bias) v over all keys: hidden [n, hidden_size], bias [n_heads, n, num_keys]."""
+    key = f"cpmant.encoder.layers.{layer}.self_att.self_attention"
     heads = (len(hidden), config.n_heads, config.head_dim)
     q, k, v = (run.linear(f"{key}.project_{x}", hidden).reshape(heads) for x in "qkv")
+    if run.cache is not None:
+        k, v = run.cache.extend(layer, k, v)
     scores = np.einsum("qhd,khd->hqk", q, k) * q.dtype.type(config.head_dim**-0.5) + bias
     out = run.step(f"{key}.attention", np.einsum("hqk,khd->qhd", softmax(scores), v))
     return run.linear(f"{key}.attention_out", out.reshape(len(hidden), config.n_heads * config.head_dim))

@@ -5,7 +5,8 @@ import pytest
 
 from conformance.golden_families import FAMILY_GOLDENS, family_tensors
 from ref.config import parse_config
-from ref.generate import generate
+from ref.generate import forward_chunk
+from ref.model.cache import Cache
 from ref.model.cpm_ant import position_bucket
 from ref.model.registry import forward
 
@@ -34,16 +35,42 @@ def test_cpm1_refuses(change: dict[str, object], message: str) -> None:
         parse_config({**FAMILY_GOLDENS["cpm1"], **change})
 
 
-def test_cpm_ant_looks_both_ways_and_so_has_no_cache() -> None:
+def test_cpm_ant_looks_both_ways() -> None:
     config, weights = parse_config(FAMILY_GOLDENS["cpm_ant"]), weights_of("cpm_ant")
     short, longer = forward(config, weights, [5, 6, 7]), forward(config, weights, [5, 6, 7, 8])
     assert (np.abs(short - longer[:3]).max(axis=1) > 1e-3).all()
-    with pytest.raises(ValueError, match="without a cache"):
-        generate(config, weights, [5, 6, 7], 1)
     with pytest.raises(ValueError, match="token id 0 is padding"):
         forward(config, weights, [5, 0, 7])
     with pytest.raises(ValueError, match="token id 128 is outside the vocabulary"):
         forward(config, weights, [5, 128])
+
+
+def test_cpm_ant_with_a_cache_reads_the_prompt_both_ways_and_later_tokens_one_by_one() -> None:
+    """In one layer the keys of a prompt know nothing of what follows, so the newest token is that of a whole pass; in
+    two they would have changed."""
+    for n_layers in (1, 2):
+        config = parse_config({**FAMILY_GOLDENS["cpm_ant"], "num_hidden_layers": n_layers})
+        weights, prompt = weights_of("cpm_ant"), [5, 6, 7, 8]
+        cache = Cache(8, 4, table_tokens=4)
+        np.testing.assert_array_equal(forward_chunk(config, weights, prompt, cache), forward(config, weights, prompt))
+        newest = forward_chunk(config, weights, [9], cache)[0]
+        whole = forward(config, weights, [*prompt, 9])[-1]
+        assert (np.abs(newest - whole).max() < 1e-5) == (n_layers == 1)
+
+
+def test_cpm_ant_tokens_after_the_prompt_do_not_see_the_next_one() -> None:
+    config, weights = parse_config(FAMILY_GOLDENS["cpm_ant"]), weights_of("cpm_ant")
+    logits = []
+    for chunks in ([[5, 6, 7], [8, 9]], [[5, 6, 7], [8], [9]]):
+        cache = Cache(8, 4, table_tokens=3)
+        logits.append(np.concatenate([forward_chunk(config, weights, chunk, cache) for chunk in chunks]))
+    np.testing.assert_allclose(logits[0], logits[1], rtol=0, atol=1e-5)  # float32, logits of a few units
+
+
+def test_cpm_ant_reads_a_prompt_in_one_pass() -> None:
+    config, weights = parse_config(FAMILY_GOLDENS["cpm_ant"]), weights_of("cpm_ant")
+    with pytest.raises(ValueError, match=r"reads a prompt in one pass.* found 2 of 3 tokens"):
+        forward_chunk(config, weights, [5, 6], Cache(8, 4, table_tokens=3))
 
 
 def test_buckets_of_distance() -> None:

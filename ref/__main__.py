@@ -3,11 +3,13 @@
 python -m ref --model DIR --ids 1,2,3 --out logits.npz
 python -m ref --model DIR --prompt "Hello" --trace
 python -m ref --model DIR --ids 1,2,3 --layers layers.npz
+python -m ref --model DIR --ids 1,2,3 --compare engine
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -90,7 +92,14 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"python -m ref: error: {error}", file=sys.stderr)
         return 2
     _report(args, token_ids, logits)
-    return 0
+    return _compare(args.model, token_ids) if args.compare else 0
+
+
+def _compare(model: Path, token_ids: list[int]) -> int:
+    """Runs the engine beside ref in a process of its own: ref knows nothing of the engine, conformance knows both."""
+    ids = ",".join(map(str, token_ids))
+    command = [sys.executable, "-m", "conformance", "--layers", str(model), "--ids", ids]
+    return subprocess.run(command, check=False).returncode
 
 
 def _save(path: Path | None, arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -120,6 +129,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         help="of a quantized layer: float with decoded weights, or as its format's kernel does",
     )
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="of all arithmetic")
+    parser.add_argument("--compare", choices=("engine",), help="show where the engine's run of these tokens parts")
     parser.add_argument("--trace", action="store_true", help="print name, shape, range and time of every step")
     return parser.parse_args(arguments)
 

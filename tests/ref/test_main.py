@@ -145,3 +145,8 @@ def test_what_ref_does_not_know_is_refused_before_a_weight_is_read(
     (folder / "config.json").write_text(json.dumps(config | change))
     assert command.main(["--model", str(folder), "--ids", "1", "--activations", activations]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_compare_engine(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--model", str(folder), "--ids", "1,2,3,4", "--compare", "engine"]) == 0
+    assert capfd.readouterr().out.splitlines()[-1] == "equal at all 13 places"

@@ -13,10 +13,11 @@ from typing import Any
 from engine.batch import ForwardBatch
 from engine.config import ModelConfig
 from engine.kv_cache import CacheSpec, KVCache
-from engine.models.model import Model, Piece
-from engine.models.moe import MOE_NAMES, MoeNames, feed_forward, feed_forward_arrays, feed_forward_linears
+from engine.models.decoder import decoder, decoder_weights
+from engine.models.model import Model
+from engine.models.moe import MOE_NAMES, MoeNames
 from engine.ops import OpTable
-from engine.weights import ArraySpec, LinearSpec, Norm, WeightMap, Weights
+from engine.weights import ArraySpec, LinearSpec, WeightMap, Weights
 
 Array = Any
 WriteKV = Callable[..., Array]
@@ -24,36 +25,21 @@ WriteKV = Callable[..., Array]
 
 def weight_map(config: ModelConfig, names: MoeNames = MOE_NAMES) -> WeightMap:
     """Every tensor of a checkpoint with this config."""
-    hidden, heads = config.hidden_size, config.n_heads * config.head_dim
-    kv_heads = config.n_kv_heads * config.head_dim
-    linears: list[LinearSpec] = []
-    arrays = [
-        ArraySpec("embed_tokens", "model.embed_tokens.weight", (config.vocab_size, hidden)),
-        ArraySpec("norm", "model.norm.weight", (hidden,)),
+    ignored = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+    return decoder_weights(config, names, attention_weights, ignored)
+
+
+def attention_weights(config: ModelConfig, layer: int) -> tuple[list[LinearSpec], list[ArraySpec]]:
+    """Of a layer's attention."""
+    heads, kv_heads = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    dest, attn = f"layers.{layer}", f"model.layers.{layer}.self_attn"
+    qkv = ((f"{attn}.q_proj", heads), (f"{attn}.k_proj", kv_heads), (f"{attn}.v_proj", kv_heads))
+    linears = [
+        LinearSpec(f"{dest}.qkv_proj", qkv, config.hidden_size, config.qkv_bias),
+        LinearSpec(f"{dest}.o_proj", ((f"{attn}.o_proj", config.hidden_size),), heads, config.o_bias),
     ]
-    for layer in range(config.n_layers):
-        dest, source = f"layers.{layer}", f"model.layers.{layer}"
-        attn = f"{source}.self_attn"
-        qkv = ((f"{attn}.q_proj", heads), (f"{attn}.k_proj", kv_heads), (f"{attn}.v_proj", kv_heads))
-        linears += [
-            LinearSpec(f"{dest}.qkv_proj", qkv, hidden, config.qkv_bias),
-            LinearSpec(f"{dest}.o_proj", ((f"{attn}.o_proj", hidden),), heads, config.o_bias),
-            *feed_forward_linears(config, layer, source, names),
-        ]
-        arrays += feed_forward_arrays(config, layer, source, names)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            arrays.append(ArraySpec(f"{dest}.{norm}", f"{source}.{norm}.weight", (hidden,)))
-        if config.qk_norm:
-            for norm in ("q_norm", "k_norm"):
-                arrays.append(ArraySpec(f"{dest}.{norm}", f"{attn}.{norm}.weight", (config.head_dim,)))
-    if not config.tie_word_embeddings:
-        linears.append(LinearSpec("lm_head", (("lm_head", config.vocab_size),), hidden))
-    return WeightMap(
-        linears=tuple(linears),
-        arrays=tuple(arrays),
-        ignored=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
-        tied=config.tie_word_embeddings,
-    )
+    norms = ("q_norm", "k_norm") if config.qk_norm else ()
+    return linears, [ArraySpec(f"{dest}.{norm}", f"{attn}.{norm}.weight", (config.head_dim,)) for norm in norms]
 
 
 def rotate(
@@ -77,23 +63,8 @@ def rotate(
 
 def build(config: ModelConfig, weights: Weights, ops: OpTable, write_kv: WriteKV = rotate) -> Model:
     """The model over an op table; weights are prepared for it already. write_kv: see attention."""
-    pieces: list[Piece] = []
-    for layer in range(config.n_layers):
-        dest = f"layers.{layer}"
-        attn_norm = Norm(weights.arrays[f"{dest}.input_layernorm"], config.norm_eps)
-        mlp_norm = Norm(weights.arrays[f"{dest}.post_attention_layernorm"], config.norm_eps)
-        attn = partial(attention, config=config, weights=weights, ops=ops, layer=layer, write_kv=write_kv)
-        pieces.append(Piece(f"{dest}.attention", attn_norm, attn))
-        pieces.append(Piece(f"{dest}.mlp", mlp_norm, feed_forward(config, weights, ops, layer)))
-    table = weights.arrays["embed_tokens"]
-    return Model(
-        config=config,
-        embed=lambda batch: ops.embedding(batch.token_ids, table),
-        pieces=tuple(pieces),
-        final_norm=Norm(weights.arrays["norm"], config.norm_eps),
-        logits=lambda hidden: ops.linear(hidden, weights.linears["lm_head"]),
-        cache_specs=(CacheSpec("full", tuple(range(config.n_layers)), config.n_kv_heads, config.head_dim),),
-    )
+    spec = CacheSpec("full", tuple(range(config.n_layers)), config.n_kv_heads, config.head_dim)
+    return decoder(config, weights, ops, partial(attention, write_kv=write_kv), spec)
 
 
 def attention(

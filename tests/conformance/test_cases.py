@@ -39,6 +39,7 @@ def test_what_is_skipped_and_why() -> None:
         "embedding odd",
         "embedding wide",
         *(f"activation plain-{name}" for name in ("gelu_new", "gelu", "relu", "silu")),
+        "mla write-padding",
         "rope padding",
         "attention decode-no-sequence",
         "attention decode-empty-sequence",

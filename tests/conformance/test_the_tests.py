@@ -18,6 +18,7 @@ import pytest
 import conformance.engine_run
 import conformance.golden
 import conformance.rope_table
+import engine.models.decoder
 import engine.models.llama
 from conformance.case import Case
 from conformance.check import check
@@ -187,7 +188,6 @@ def test_a_fault_in_the_rope_table_is_caught(old: str, new: str, monkeypatch: py
         ("config.windows[layer], ops)", "None, ops)"),
         ("head_dim**-0.5", "config.hidden_size**-0.5"),
         ("batch.block_table[num_decodes:],", "batch.block_table[: len(batch.block_table) - num_decodes],"),
-        ('mlp_norm = Norm(weights.arrays[f"{dest}.post_attention', 'mlp_norm = Norm(weights.arrays[f"{dest}.input'),
     ],
 )
 def test_a_fault_in_the_model_is_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,6 +196,13 @@ def test_a_fault_in_the_model_is_caught(old: str, new: str, monkeypatch: pytest.
     names = ("LlamaForCausalLM", "MistralForCausalLM")
     monkeypatch.setattr(conformance.engine_run, "ARCHITECTURES", dict.fromkeys(names, architecture))
     assert "logits" in str(caught(cases_of("llama", "forward-mistral"), OPS))
+
+
+def test_a_fault_around_attention_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = 'mlp_norm = Norm(weights.arrays[f"{dest}.'
+    module = mutated("engine.models.decoder", f"{norm}post_attention", f"{norm}input")
+    monkeypatch.setattr(engine.models.llama, "decoder", module.decoder)
+    assert "logits" in str(caught(cases_of("llama", "forward-mistral-chunks"), OPS))
 
 
 @pytest.mark.parametrize(
@@ -210,7 +217,7 @@ def test_a_fault_in_the_model_is_caught(old: str, new: str, monkeypatch: pytest.
 )
 def test_a_fault_in_a_layer_with_experts_is_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = mutated("engine.models.moe", old, new)
-    monkeypatch.setattr(engine.models.llama, "feed_forward", module.feed_forward)
+    monkeypatch.setattr(engine.models.decoder, "feed_forward", module.feed_forward)
     assert "logits" in str(caught(cases_of("llama", "forward-qwen2_moe"), OPS))
 
 

@@ -1,0 +1,68 @@
+"""What most families share: an embedding, layers of attention and MLP behind a norm each, a last norm and a head.
+
+A family brings its attention. Defined by ref.model.blocks.decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from engine.config import ModelConfig
+from engine.kv_cache import CacheSpec
+from engine.models.model import Model, Piece
+from engine.models.moe import MoeNames, feed_forward, feed_forward_arrays, feed_forward_linears
+from engine.ops import OpTable
+from engine.weights import ArraySpec, LinearSpec, Norm, WeightMap, Weights
+
+Array = Any
+AttentionWeights = Callable[[ModelConfig, int], tuple[list[LinearSpec], list[ArraySpec]]]  # of a layer
+
+
+def decoder_weights(
+    config: ModelConfig, names: MoeNames, attention_weights: AttentionWeights, ignored: tuple[str, ...]
+) -> WeightMap:
+    """Every tensor of a checkpoint with this config; names are those of layers with experts."""
+    hidden = config.hidden_size
+    linears: list[LinearSpec] = []
+    arrays = [
+        ArraySpec("embed_tokens", "model.embed_tokens.weight", (config.vocab_size, hidden)),
+        ArraySpec("norm", "model.norm.weight", (hidden,)),
+    ]
+    for layer in range(config.n_layers):
+        dest, source = f"layers.{layer}", f"model.layers.{layer}"
+        attention_linears, attention_arrays = attention_weights(config, layer)
+        linears += attention_linears + feed_forward_linears(config, layer, source, names)
+        arrays += attention_arrays + feed_forward_arrays(config, layer, source, names)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            arrays.append(ArraySpec(f"{dest}.{norm}", f"{source}.{norm}.weight", (hidden,)))
+    if not config.tie_word_embeddings:
+        linears.append(LinearSpec("lm_head", (("lm_head", config.vocab_size),), hidden))
+    return WeightMap(tuple(linears), tuple(arrays), ignored, tied=config.tie_word_embeddings)
+
+
+def decoder(
+    config: ModelConfig, weights: Weights, ops: OpTable, attention: Callable[..., Array], cache_spec: CacheSpec
+) -> Model:
+    """The model over an op table; weights are prepared for it already.
+
+    attention takes hidden, batch and cache as a Piece does, and config, weights, ops and layer by name.
+    """
+    pieces: list[Piece] = []
+    for layer in range(config.n_layers):
+        dest = f"layers.{layer}"
+        attn_norm = Norm(weights.arrays[f"{dest}.input_layernorm"], config.norm_eps)
+        mlp_norm = Norm(weights.arrays[f"{dest}.post_attention_layernorm"], config.norm_eps)
+        attn = partial(attention, config=config, weights=weights, ops=ops, layer=layer)
+        pieces.append(Piece(f"{dest}.attention", attn_norm, attn))
+        pieces.append(Piece(f"{dest}.mlp", mlp_norm, feed_forward(config, weights, ops, layer)))
+    table = weights.arrays["embed_tokens"]
+    return Model(
+        config=config,
+        embed=lambda batch: ops.embedding(batch.token_ids, table),
+        pieces=tuple(pieces),
+        final_norm=Norm(weights.arrays["norm"], config.norm_eps),
+        logits=lambda hidden: ops.linear(hidden, weights.linears["lm_head"]),
+        cache_specs=(cache_spec,),
+    )

@@ -58,7 +58,7 @@ ROPE = Exercise(
     task="turn the pairs (i, i + rotary_dim / 2) of every head by the angles of their position",
     parameters=("x", "cos_sin"),
     outputs=OUT,
-    read="ref/rope.py",
+    read="ref/course/rope.md, ref/rope.py",
     cases=make_cases(
         "rope",
         OUT,
@@ -120,7 +120,7 @@ ATTENTION = Exercise(
     task="causal attention of one sequence, a KV head for each group of query heads",
     parameters=("q", "k", "v", "sm_scale"),
     outputs=OUT,
-    read="ref/attention.py (attend, attention_dense) and softmax of ref/numerics.py",
+    read="ref/course/attention.md, ref/attention.py (attend, attention_dense) and softmax of ref/numerics.py",
     cases=make_cases(
         "attention",
         OUT,
@@ -183,7 +183,7 @@ COMBINE = Exercise(
     task="join attention over separate sets of keys into attention over all of them (online softmax)",
     parameters=("partial_out", "partial_lse"),
     outputs=OUT_LSE,
-    read="ref/attention.py (attention_combine) and logsumexp of ref/numerics.py",
+    read="ref/course/attention.md, ref/attention.py (attention_combine) and logsumexp of ref/numerics.py",
     cases=make_cases(
         "attention",
         OUT_LSE,

@@ -56,7 +56,7 @@ PAGED = Exercise(
     task="attention of the last token of several sequences, whose keys and values lie in pages",
     parameters=DECODE,
     outputs=OUT,
-    read="ref/kv_cache.py and ref/attention.py (attention_decode)",
+    read="ref/course/kv_cache.md, ref/kv_cache.py, ref/attention.py (attention_decode)",
     cases=tuple(
         _decode_case(case)
         for case in attention.cases()
@@ -131,7 +131,7 @@ MLA = Exercise(
     task="latent attention of one query in the absorbed form: no key and no value is ever made",
     parameters=("q", "latent", "kv_b_proj", "sm_scale"),
     outputs=OUT_OF_ONE,
-    read="ref/mla.py",
+    read="ref/course/mla.md, ref/mla.py",
     cases=tuple(
         _within(case, LATENT_BYTES)
         for case in make_cases(

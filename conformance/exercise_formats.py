@@ -53,7 +53,7 @@ BF16 = Exercise(
     task="the bfloat16 nearest to each float32, ties to even, as 16 bits",
     parameters=("x",),
     outputs=BITS,
-    read="ref/numerics.py",
+    read="ref/course/numbers.md, ref/numerics.py",
     cases=make_cases(
         "numerics", BITS, bf16_bits, _bf16_inputs, {name: {"words": BF16_WORDS[name]} for name in BF16_WORDS}
     ),
@@ -100,7 +100,7 @@ INT8 = Exercise(
     task="x in int8 with a scale a token, times weights in int8 with a scale a row",
     parameters=("x", "wq", "w_scale"),
     outputs=Y,
-    read="ref/quant/int8.py",
+    read="ref/course/quantization.md, ref/quant/int8.py",
     cases=make_cases(
         "int8",
         Y,
@@ -177,7 +177,7 @@ GPTQ = Exercise(
     task="the weight matrix out of the four tensors of a GPTQ file",
     parameters=("qweight", "qzeros", "scales", "g_idx", "bits"),
     outputs=WEIGHT,
-    read="ref/quant/gptq.py and ref/quant/groups.py",
+    read="ref/course/quantization.md, ref/quant/gptq.py, ref/quant/groups.py",
     cases=make_cases(
         "gptq",
         WEIGHT,

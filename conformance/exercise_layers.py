@@ -45,7 +45,7 @@ RMSNORM = Exercise(
     task="divide each row by its root mean square and multiply by the weight",
     parameters=("x", "weight", "eps"),
     outputs=NORMED,
-    read="ref/rmsnorm.py",
+    read="ref/course/layers.md, ref/rmsnorm.py",
     cases=tuple(
         borrow(case, ("x", "weight", "eps"), NORMED, ("num_tokens", "hidden_size", "eps"))
         for case in engine_cases.cases()
@@ -119,7 +119,7 @@ TOP_P = Exercise(
     task="the next token id from logits, a temperature, top_p and a given uniform number",
     parameters=("logits", "temperature", "top_p", "uniforms"),
     outputs=TOKEN_IDS,
-    read="ref/sampling.py (token_weights, keep_top_p, draw)",
+    read="ref/course/sampling.md, ref/sampling.py (token_weights, keep_top_p, draw)",
     cases=make_cases(
         "sampling",
         TOKEN_IDS,
@@ -197,7 +197,7 @@ TENSOR_PARALLEL = Exercise(
     task="what each rank adds to a gated MLP that is cut over world_size ranks",
     parameters=("x", "gate_up_proj", "down_proj", "world_size"),
     outputs=PARTIAL,
-    read="ref/tensor_parallel.py, ref/activation.py (gate_up_act) and split_sizes of ref/collectives.py",
+    read="ref/course/parallel.md, ref/tensor_parallel.py, ref/activation.py, ref/collectives.py (split_sizes)",
     cases=make_cases(
         "tensor_parallel",
         PARTIAL,
@@ -279,7 +279,7 @@ MOE = Exercise(
     task="DeepSeek V3's choice of experts: sigmoid, a bias that only chooses, the best groups first",
     parameters=("router_logits", "bias", "top_k", "n_group", "topk_group", "scaling_factor"),
     outputs=CHOSEN,
-    read="ref/moe_routing.py",
+    read="ref/course/moe.md, ref/moe_routing.py",
     cases=make_cases(
         "moe_routing",
         CHOSEN,

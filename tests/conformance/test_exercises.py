@@ -99,7 +99,7 @@ def test_the_text_fits_the_exercise(exercise: Exercise) -> None:
     assert f"`{exercise.signature}`" in text
     described = re.findall(r"^- ([\w, ]+):", text, re.M) + re.findall(r"; (\w+): a ", text)
     assert sorted(name for names in described for name in names.split(", ")) == sorted(exercise.parameters)
-    for file in re.findall(r"ref/[\w/]+\.py", exercise.read):
+    for file in re.findall(r"ref/[\w/]+\.(?:py|md)", exercise.read):
         assert f"({file.removeprefix('ref/')})" in text
         assert (ROOT / file).exists()
     assert f"python -m conformance --exercise {exercise.number} --impl my_file.py:{exercise.function}`" in text
@@ -204,7 +204,7 @@ def test_failing(capsys: pytest.CaptureFixture[str], file: Path) -> None:
     assert re.fullmatch(r"    expected -?[\d.]+", lines[place + 2])
     assert re.fullmatch(r"    found    -?[\d.]+", lines[place + 3])
     assert lines[place + 4] == "    this is what comes out if the weight is left out"
-    assert lines[-3] == "to read: exercise 1 of ref/EXERCISES.md, ref/rmsnorm.py"
+    assert lines[-3] == "to read: exercise 1 of ref/EXERCISES.md, ref/course/layers.md, ref/rmsnorm.py"
     assert lines[-1] == "1 passed, 6 failed"
     again = lines[-2].removeprefix("again: python -m conformance ").split()
     status, lines, _ = run(capsys, *again)

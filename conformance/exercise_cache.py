@@ -43,6 +43,13 @@ def _whole_blocks(
     return attention_decode(q, k_cache, v_cache, block_table, -(-seq_lens // block_size) * block_size, sm_scale)
 
 
+def _whole_table(
+    q: Array, k_cache: Array, v_cache: Array, block_table: Array, seq_lens: Array, sm_scale: float
+) -> Array:
+    num_slots = np.full_like(seq_lens, block_table.shape[1] * k_cache.shape[1])
+    return attention_decode(q, k_cache, v_cache, block_table, num_slots, sm_scale)
+
+
 def _decode_in_turn(
     q: Array, k_cache: Array, v_cache: Array, block_table: Array, seq_lens: Array, sm_scale: float
 ) -> Array:
@@ -65,6 +72,7 @@ PAGED = Exercise(
     mistakes=(
         Mistake("blocks are read in the order in which they lie, not as block_table says", _no_table),
         Mistake("the last block is read to its end, past seq_len", _whole_blocks),
+        Mistake("all of a row of block_table is read, entries of −1 and slots of nobody too", _whole_table),
         Mistake("query head h reads KV head h % n_kv_heads instead of h // group", _decode_in_turn),
         Mistake(
             "the newest key is left out",

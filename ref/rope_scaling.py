@@ -134,7 +134,7 @@ def longrope_attention_factor(max_position_embeddings: int, original_max_positio
 
     An attention_factor in the config stands above it; a factor in the config takes the place of max / original.
     Edge cases: 1 where max ≤ original.
-    Source: Ding et al. 2024, "LongRoPE"; Abdin et al. 2024, "Phi-3 Technical Report" (where it is used).
+    Source: the code published with Phi-3 (Abdin et al. 2024, "Phi-3 Technical Report"), which took up "LongRoPE".
     """
     stretch = max_position_embeddings / original_max_position_embeddings
     return 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original_max_position_embeddings))

@@ -52,6 +52,10 @@ FAMILIES = (
     "qwen2_moe",
     "qwen3_moe",
     "deepseek_moe",
+    "deepseek_v2_lite",
+    "deepseek_v2",
+    "deepseek_v3",
+    "minicpm3",
     "command_r",
     "command_r_plus",
     "minicpm",
@@ -62,6 +66,13 @@ FAMILIES = (
 _LANGUAGE = {key: value for key, value in FAMILY_GOLDENS["qwen2"].items() if key not in ("architectures", "model_type")}
 VARIANTS: dict[str, Config] = {  # models without stored goldens: ref alone speaks for them
     "qwen1_long": {**FAMILY_GOLDENS["qwen1"], "seq_length": 8, "no_bias": False},
+    "deepseek_v2_lite_bias": {**FAMILY_GOLDENS["deepseek_v2_lite"], "attention_bias": True},
+    "deepseek_v3_bias": {**FAMILY_GOLDENS["deepseek_v3"], "attention_bias": True, "rope_interleave": False},
+    "minicpm3_crossing": {  # the shorter prompt ends past the original length, and keeps the table of short ones
+        **FAMILY_GOLDENS["minicpm3"],
+        "mlp_bias": True,
+        "rope_scaling": {**FAMILY_GOLDENS["minicpm3"]["rope_scaling"], "original_max_position_embeddings": 8},
+    },
     "deepseek_vl": {
         "architectures": ["DeepseekVLForConditionalGeneration"],
         "torch_dtype": "float32",
@@ -73,8 +84,15 @@ VARIANTS: dict[str, Config] = {  # models without stored goldens: ref alone spea
         "language_config": {**_LANGUAGE, "tie_word_embeddings": False},
     },
 }
-GENERATED = ("llama3", "dynamic", "mistral", "qwen2_moe", "command_r_plus", "minicpm", "qwen1_long", "cpm1")
-LASTING_TABLE = ("dynamic", "qwen1_long")  # the prompt's length chooses their rope table, for all that follows
+GENERATED = (
+    *("llama3", "dynamic", "mistral", "qwen2_moe", "command_r_plus", "minicpm", "qwen1_long", "cpm1"),
+    *("qwen2_yarn", "deepseek_v2_lite", "deepseek_v2", "deepseek_v3", "minicpm3", "minicpm3_crossing"),
+)
+LASTING_TABLE = (
+    "dynamic",
+    "qwen1_long",
+    "minicpm3_crossing",
+)  # the prompt's length chooses their rope table, for all that follows
 MAX_TOKENS = 8
 _CONFIGS = FAMILY_GOLDENS | VARIANTS
 CHUNKS = {"whole": (1000, 1000, 1000), "chunks": (1, 8, 33), "decode": (1, 1, 1)}  # tokens a step of each sequence

@@ -91,6 +91,7 @@ class ModelConfig:
     logn_length: int = 0  # queries are scaled by ref.attention.logn_scale of this length; 0: they are not
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
+    n_mtp_layers: int = 0  # behind the others in the checkpoint, for speculation; they are not read
     windows: tuple[int | None, ...] = ()  # of each layer: keys that a query sees, itself included; None = all
     dtype: str = "float32"  # of the checkpoint's weights
     bos_token_id: int | None = None

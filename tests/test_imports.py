@@ -28,6 +28,7 @@ LAYERS = (
         "engine.model_config.rope",
         "engine.model_config.moe",
         "engine.model_config.dense",
+        "engine.model_config.mla",
         "engine.model_config.families",
     ),
     ("engine.model_config",),

@@ -21,8 +21,10 @@ from engine.model_config.dense import (
     scales,
 )
 from engine.model_config.fields import Fields
+from engine.model_config.mla import DEEPSEEK, MINICPM3, MLA_NAMES, deepseek_v2, deepseek_v3, minicpm3
 from engine.model_config.moe import (
     DEEPSEEK_V2_MOE,
+    DEEPSEEK_V3_MOE,
     MINICPM_MOE,
     MIXTRAL_MOE,
     QWEN_MOE,
@@ -119,6 +121,9 @@ FAMILIES: dict[str, Family] = {
     "DeepseekForCausalLM": Family(
         {"num_key_value_heads": None, "attention_bias": False, **DEEPSEEK_V2_MOE}, _deepseek_moe
     ),
+    "DeepseekV2ForCausalLM": Family({**DEEPSEEK, **DEEPSEEK_V2_MOE}, deepseek_v2, MLA_NAMES),
+    "DeepseekV3ForCausalLM": Family({**DEEPSEEK, **DEEPSEEK_V3_MOE}, deepseek_v3, MLA_NAMES),
+    "MiniCPM3ForCausalLM": Family(MINICPM3, minicpm3, MLA_NAMES),
     "CohereForCausalLM": Family(COMMAND_R, command_r, COMMAND_R_NAMES),
     "MiniCPMForCausalLM": Family({"num_key_value_heads": None, "tie_word_embeddings": True, **MINICPM_MOE}, _minicpm),
     "QWenLMHeadModel": Family(QWEN1, qwen1, QWEN1_NAMES),

@@ -21,6 +21,9 @@ LARGEST = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 1024),
     **dict.fromkeys(("n_shared_experts", "n_group", "topk_group"), 1024),
     **dict.fromkeys(("decoder_sparse_step", "moe_layer_freq", "first_k_dense_replace"), 4096),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 2**16),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 2**24),
+    "num_nextn_predict_layers": 4096,
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 2**24),
     "sliding_window": 2**31,
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from engine.config import ModelConfig
-from engine.models import command_r, cpm1, deepseek_vl, llama, minicpm, qwen1
+from engine.models import command_r, cpm1, deepseek, deepseek_vl, llama, minicpm, minicpm3, qwen1
 from engine.models.model import Model
 from engine.models.moe import MIXTRAL, QWEN
 from engine.ops import OpTable
@@ -22,6 +22,7 @@ class Architecture:
 
 LLAMA = Architecture(llama.weight_map, llama.build)
 QWEN_MOE = Architecture(partial(llama.weight_map, names=QWEN), llama.build)
+DEEPSEEK = Architecture(deepseek.weight_map, deepseek.build)
 DEEPSEEK_VL = Architecture(deepseek_vl.weight_map, llama.build)
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -33,10 +34,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Qwen2MoeForCausalLM": QWEN_MOE,
     "Qwen3MoeForCausalLM": QWEN_MOE,
     "DeepseekForCausalLM": LLAMA,
+    "DeepseekV2ForCausalLM": DEEPSEEK,
+    "DeepseekV3ForCausalLM": DEEPSEEK,
     "DeepseekVLForConditionalGeneration": DEEPSEEK_VL,
     "MultiModalityCausalLM": DEEPSEEK_VL,
     "CohereForCausalLM": Architecture(command_r.weight_map, command_r.build),
     "MiniCPMForCausalLM": Architecture(minicpm.weight_map, minicpm.build),
+    "MiniCPM3ForCausalLM": Architecture(minicpm3.weight_map, minicpm3.build),
     "QWenLMHeadModel": Architecture(qwen1.weight_map, qwen1.build),
     "GPT2LMHeadModel": Architecture(cpm1.weight_map, cpm1.build),
 }

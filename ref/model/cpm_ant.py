@@ -11,7 +11,6 @@ So what is generated with a cache is not what a pass over the longer input would
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +18,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ref.activation import gate_up_act
+from ref.attention_biased import attention_biased_dense
 from ref.embedding import embedding
 from ref.model.cache import Cache
 from ref.model.fields import Config, ModelConfig, RopeConfig, integer, number
 from ref.model.run import Run, Shapes, Trace, Weights
-from ref.numerics import softmax
 
 Array = NDArray[Any]
 
@@ -121,20 +120,14 @@ def cpm_ant(
     rows = embedding(run.token_ids, table[: config.vocab_size])
     if not num_cached:
         rows = np.concatenate([table[first : first + num_prompt], rows])  # [num_prompt + num_tokens, hidden_size]
-    segments = np.full(num_prompt + num_cached + len(run.token_ids), TOKEN_SEGMENT)
-    segments[:num_prompt] = PROMPT_SEGMENT
-    bias = position_bias(config, segments, run.weights["cpmant.position_bias.relative_attention_bias"])
-    past = len(segments) - len(rows)
-    bias = bias[:, past:]  # queries are the rows of this pass
-    if past:
-        future = np.arange(len(segments)) > np.arange(past, len(segments))[:, None]
-        bias = np.where(future, -np.inf, bias)
-    segment_rows = run.weights["cpmant.segment_embedding.weight"][segments[past:]]
+    segments = np.full(len(rows), TOKEN_SEGMENT)
+    segments[: len(rows) - len(run.token_ids)] = PROMPT_SEGMENT
+    segment_rows = embedding(segments, run.weights["cpmant.segment_embedding.weight"])
     residual = run.step("cpmant.embedding", rows + segment_rows)
     for layer in range(config.n_layers):
         key = f"cpmant.encoder.layers.{layer}"
         hidden = run.rmsnorm(f"{key}.self_att.layernorm_before_attention", residual, eps)
-        attended = run.step(f"layers.{layer}.attn_out", _attention(config, run, layer, hidden, bias))
+        attended = run.step(f"layers.{layer}.attn_out", _attention(config, run, layer, hidden))
         residual = run.step(f"layers.{layer}.attn_residual", residual + attended)
         hidden = run.rmsnorm(f"{key}.ffn.layernorm_before_ffn", residual, eps)
         gate, up = run.linear(f"{key}.ffn.ffn.w_in.w_0", hidden), run.linear(f"{key}.ffn.ffn.w_in.w_1", hidden)
@@ -145,44 +138,26 @@ def cpm_ant(
     return run.step("logits", run.product("lm_head", hidden))
 
 
-def _attention(config: CpmAntConfig, run: Run, layer: int, hidden: Array, bias: Array) -> Array:
-    """softmax(q·k / √head_dim + bias) v over all keys: hidden [n, hidden_size], bias [n_heads, n, num_keys]."""
+def _attention(config: CpmAntConfig, run: Run, layer: int, hidden: Array) -> Array:
+    """[n, hidden_size] → [n, hidden_size], the soft prompt's rows among them in the first pass."""
     key = f"cpmant.encoder.layers.{layer}.self_att.self_attention"
     heads = (len(hidden), config.n_heads, config.head_dim)
     q, k, v = (run.linear(f"{key}.project_{x}", hidden).reshape(heads) for x in "qkv")
+    prefix_len = len(hidden)
     if run.cache is not None:
         k, v = run.cache.extend(layer, k, v)
-    scores = np.einsum("qhd,khd->hqk", q, k) * q.dtype.type(config.head_dim**-0.5) + bias
-    out = run.step(f"{key}.attention", np.einsum("hqk,khd->qhd", softmax(scores), v))
+        prefix_len = config.prompt_length + run.cache.table_tokens
+    bias = (bias_table(config, run), config.prompt_length, config.max_distance)
+    out = attention_biased_dense(q, k, v, prefix_len, config.head_dim**-0.5, *bias)
+    out = run.step(f"{key}.attention", out)
     return run.linear(f"{key}.attention_out", out.reshape(len(hidden), config.n_heads * config.head_dim))
 
 
-def position_bias(config: CpmAntConfig, segments: NDArray[np.int64], table: Array) -> Array:
-    """What is added to scores: [n_heads, n, n], query by key, dtype of table.
+def bias_table(config: CpmAntConfig, run: Run) -> Array:
+    """The rows that are used, [num_buckets + 2, n_heads], dtype of the weights: see ref.attention_biased.position_bias.
 
-    Args:
-        segments: [n].
-        table: [num_buckets + segment_types², n_heads]: first a row for each bucket of distance, used within a
-            segment; then one for each pair (segment of the query, segment of the key).
+    The checkpoint has num_buckets rows, then one for each pair (segment of the query, segment of the key).
     """
-    query, key = segments[:, None], segments[None, :]
-    places = np.arange(len(segments))
-    near = position_bucket(places[None, :] - places[:, None], config.num_buckets, config.max_distance)
-    rows = np.where(query == key, near, config.num_buckets + query * config.segment_types + key)
-    return np.moveaxis(table[rows], -1, 0)
-
-
-def position_bucket(distance: NDArray[np.int64], num_buckets: int, max_distance: int) -> NDArray[np.int64]:
-    """Half of the buckets for keys up to the query, half for later ones; in each half a quarter of num_buckets
-    distances of their own, then wider and wider steps, by the logarithm, up to max_distance.
-
-    Args:
-        distance: key minus query, any shape.
-    Returns:
-        numbers from 0 to num_buckets − 1, shape of distance.
-    """
-    half, exact = num_buckets // 2, num_buckets // 4
-    away = np.abs(distance)
-    steps = np.log(np.maximum(away, 1) / exact) / math.log(max_distance / exact) * (half - exact)
-    wide = np.minimum(exact + steps.astype(np.int64), half - 1)
-    return np.where(distance > 0, half, 0) + np.where(away < exact, away, wide)
+    crossings = ((TOKEN_SEGMENT, PROMPT_SEGMENT), (PROMPT_SEGMENT, TOKEN_SEGMENT))
+    rows = [config.num_buckets + query * config.segment_types + key for query, key in crossings]
+    return run.weights["cpmant.position_bias.relative_attention_bias"][[*range(config.num_buckets), *rows]]

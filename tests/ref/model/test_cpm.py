@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from conformance.golden_families import FAMILY_GOLDENS, family_tensors
+from ref.attention_biased import position_bucket
 from ref.config import parse_config
 from ref.generate import forward_chunk
 from ref.model.cache import Cache
-from ref.model.cpm_ant import position_bucket
 from ref.model.registry import forward
 
 

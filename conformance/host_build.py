@@ -129,7 +129,7 @@ def _keep(made: Path, path: Path) -> None:
 
 
 def _shared_variables(path: Path) -> tuple[tuple[int, int], ...]:
-    """Variables of functions that are not initialised: __shared__ ones, as kernels have no other static variables."""
+    """Uninitialised variables of functions: __shared__ ones, as neither kernels nor the shim have others."""
     variables, base = [], 0
     for line in _run(["nm", "--format=posix", "--defined-only", str(path)]).splitlines():
         name, kind, address, *size = line.split()

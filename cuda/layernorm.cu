@@ -6,7 +6,7 @@
 // T: bf16, fp16, float. kRounds: 1 to 8.
 // float32; var is the mean of (x − mean)²; sums over a thread's pieces, then a tree over lanes and warps; new_residual
 //   is rounded to T before the norm reads it, y once.
-// The launcher: grid = num_rows, block = whole warps, threads · kRounds · kWidth<T> ≥ size.
+// The launcher: grid = num_rows, block = whole warps, at most 512 threads, threads · kRounds · kWidth<T> ≥ size.
 #include "reduce.cuh"
 #include "row.cuh"
 
@@ -38,7 +38,7 @@ __device__ __forceinline__ void norm_row(Row<T, kRounds>& x, const Row<T, kRound
 }
 
 template <typename T, int kRounds>
-__global__ void __launch_bounds__(1024) layernorm(const T* x, const T* weight, const T* bias, T* y, int num_weights,
+__global__ void __launch_bounds__(512) layernorm(const T* x, const T* weight, const T* bias, T* y, int num_weights,
                                                   int size, index_t x_stride, float eps) {
   Row<T, kRounds> values, weights, biases;
   const index_t first_weight = static_cast<index_t>(blockIdx.x % static_cast<unsigned>(num_weights)) * size;
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(1024) layernorm(const T* x, const T* weight, c
 
 // new_residual may be residual itself.
 template <typename T, int kRounds>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(512)
     add_layernorm(const T* x, const T* residual, const T* weight, const T* bias, T* y, T* new_residual, int size,
                   index_t x_stride, index_t residual_stride, index_t new_residual_stride, float eps) {
   Row<T, kRounds> values, weights, biases;

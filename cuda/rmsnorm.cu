@@ -5,7 +5,7 @@
 // T: bf16, fp16, float. kRounds: 1 to 8.
 // float32; the sum over a thread's pieces, then a tree over lanes and warps; new_residual is rounded to T before the
 //   norm reads it, y once.
-// The launcher: grid = num_rows, block = whole warps, threads · kRounds · kWidth<T> ≥ size.
+// The launcher: grid = num_rows, block = whole warps, at most 512 threads, threads · kRounds · kWidth<T> ≥ size.
 #include "reduce.cuh"
 #include "row.cuh"
 
@@ -26,7 +26,7 @@ __device__ __forceinline__ void norm_row(Row<T, kRounds>& x, const Row<T, kRound
 }
 
 template <typename T, int kRounds>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(512)
     rmsnorm(const T* x, const T* weight, T* y, int size, index_t x_stride, float eps) {
   Row<T, kRounds> values, weights;
   load_rounds<T, kRounds>(weight, size, weights);
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(1024)
 
 // new_residual may be residual itself.
 template <typename T, int kRounds>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(512)
     add_rmsnorm(const T* x, const T* residual, const T* weight, T* y, T* new_residual, int size, index_t x_stride,
                 index_t residual_stride, index_t new_residual_stride, float eps) {
   Row<T, kRounds> values, weights;

@@ -25,11 +25,15 @@ unsigned fence_word;
 namespace {
 
 constexpr unsigned kMaxThreads = 1024;
-constexpr size_t kGuardBytes = 256;  // behind dynamic shared memory
+#if defined(HOST_ASAN)
+constexpr size_t kGuardBytes = 0;  // behind dynamic shared memory; AddressSanitizer has its own
+#else
+constexpr size_t kGuardBytes = 256;
+#endif
 
 struct alignas(64) Warp {
   unsigned ready, meeting, at_barrier, exited, exists;  // a bit a lane
-  unsigned mask;                                         // of the meeting that began last, with place and kind
+  unsigned group, mask;  // lanes that wait in the meeting that was looked at last, and what it is
   int line;
   Meeting kind;
   void* arguments[32];
@@ -44,6 +48,7 @@ struct Barrier {
 
 Thread threads[kMaxThreads];
 CopyQueue queues[kMaxThreads];
+char* stacks;
 Warp warps[kMaxThreads / 32];
 Barrier barriers[16];
 unsigned ready_warps;  // a bit a warp
@@ -172,10 +177,19 @@ void describe_waiting(char* to, size_t size) {
         current->mask & (warp.exited | ~warp.exists), current->mask & warp.exited ? "have exited" : "do not exist");
 }
 
-[[noreturn, gnu::cold, gnu::noinline]] void different_places(const Thread& other) {
-  fault("lanes of one warp meet at different places: lane %u at %s, mask 0x%08x, %s:%d; lane %u at %s, mask 0x%08x, "
-        "%s:%d", current->lane, current->site.what, current->mask, current->site.file, current->site.line, other.lane,
-        other.site.what, other.mask, other.site.file, other.site.line);
+// The lanes that wait where this thread has come to. One that waits for it elsewhere would wait for ever.
+[[gnu::noinline]] unsigned waiting_with(const Thread* self) {
+  unsigned found = 0;
+  for (unsigned lanes = warps[self->warp].meeting & self->mask; lanes; lanes &= lanes - 1) {
+    const Thread& other = threads[self->warp * 32 + lowest(lanes)];
+    if (other.meeting == self->meeting && other.mask == self->mask && other.site.line == self->site.line)
+      found |= lanes & -lanes;
+    else if (other.mask >> self->lane & 1)
+      fault("lanes of one warp meet at different places: lane %u at %s, mask 0x%08x, %s:%d; lane %u at %s, mask "
+            "0x%08x, %s:%d", self->lane, self->site.what, self->mask, self->site.file, self->site.line, other.lane,
+            other.site.what, other.mask, other.site.file, other.site.line);
+  }
+  return found;
 }
 
 // Gives the processor away: the current thread has been marked ready or waiting. `turn`: it is another warp's turn.
@@ -221,8 +235,7 @@ void thread_main() {
 }
 
 bool prepare_threads() {
-  static char* const stacks = new_stacks(kMaxThreads);
-  if (!stacks) return false;
+  if (!stacks && !(stacks = new_stacks(kMaxThreads))) return false;
   for (Thread& thread : threads)
     if (dirty) thread.stack_pointer = nullptr;  // a fault has left it anywhere
   num_threads = launch->block.x * launch->block.y * launch->block.z;
@@ -314,13 +327,11 @@ void meet(Meeting meeting, unsigned mask, void* argument, const char* what, cons
   Warp& warp = warps[self->warp];
   const unsigned bit = 1u << self->lane;
   self->meeting = meeting, self->mask = mask, self->site = {what, file, line};
-  const unsigned others = warp.meeting & mask;
   if (!(mask & bit) || mask & (warp.exited | ~warp.exists)) wrong_mask();
-  if (!others) {
+  unsigned others = warp.group;
+  if (warp.kind != meeting || warp.mask != mask || warp.line != line || (!others && warp.meeting & mask)) {
+    others = waiting_with(self);
     warp.kind = meeting, warp.mask = mask, warp.line = line;
-  } else if (warp.kind != meeting || warp.mask != mask || warp.line != line) {  // or two groups meet at a time
-    const Thread& other = threads[self->warp * 32 + lowest(others)];
-    if (other.meeting != meeting || other.mask != mask || other.site.line != line) different_places(other);
   }
   warp.arguments[self->lane] = argument;
   char* order = &warp.order[warp.num_meetings & 1];
@@ -329,10 +340,12 @@ void meet(Meeting meeting, unsigned mask, void* argument, const char* what, cons
     meeting(mask, warp.arguments);
     ++warp.num_meetings;
     warp.meeting &= ~mask;
+    warp.group = 0;
     set_ready(self->warp, others);
     reschedule(true);
   } else {
     warp.meeting |= bit;
+    warp.group = others | bit;
     set_waiting(self);
     reschedule(false);
   }

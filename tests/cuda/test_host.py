@@ -1,0 +1,141 @@
+"""Builds and launches: what is refused before anything runs, and what the message says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from conformance import host_build
+from conformance.host import Library, Strided
+from conformance.host_build import BuildError, build
+
+SOURCE = """
+#include "vec.cuh"
+__global__ void scale(const bf16* x, float* y, int n, float factor, const long long* unused) {
+  for (int i = threadIdx.x; i < n; i += blockDim.x) y[i] = to_float(x[i]) * factor + (unused == nullptr ? 0.0f : 1.0f);
+}
+"""
+BF16 = ml_dtypes.bfloat16
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    path = tmp_path_factory.mktemp("kernels") / "scale.cu"
+    path.write_text(SOURCE)
+    return Library(path, ["scale"])
+
+
+def good() -> list[Any]:
+    return [np.ones(8, BF16), np.zeros(8, np.float32), np.int32(8), np.float32(3), None]
+
+
+def test_launch(library: Library) -> None:
+    arguments = good()
+    library.launch("scale", (1,), (32,), arguments)
+    assert arguments[1].tolist() == [3.0] * 8
+    x = np.arange(16, dtype=np.float32).astype(BF16)[::2]
+    library.launch("scale", (1,), (32,), [Strided(x), *arguments[1:4], np.zeros(1, np.int64)])
+    assert arguments[1].tolist() == [3.0 * i + 1 for i in range(8)], "a strided view is the address of its first"
+
+
+def read_only() -> np.ndarray:
+    y = np.zeros(8, np.float32)
+    y.flags.writeable = False
+    return y
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (0, np.ones(8, np.float32), r"argument 0 \(const bf16\*\) must be an array of bfloat16, found float32"),
+        (0, [1.0], "must be an array or None, found list"),
+        (0, np.ones((8, 2), BF16)[:, 0], r"must be contiguous, found strides \(4,\) for shape \(8,\)"),
+        (1, read_only(), r"argument 1 \(float\*\) is written by the kernel, but the array is read-only"),
+        (2, 8, r"argument 2 \(int\) must be a NumPy int32, found int"),
+        (2, np.int64(8), r"argument 2 \(int\) must be a NumPy int32, found int64"),
+        (2, np.ones(1, np.int32), r"must be a NumPy int32, found ndarray"),
+        (3, 3.0, r"argument 3 \(float\) must be a NumPy float32, found float"),
+        (4, np.zeros(1, np.int32), r"argument 4 \(const long long\*\) must be an array of int64, found int32"),
+    ],
+)
+def test_refused_arguments(library: Library, place: int, value: Any, message: str) -> None:
+    arguments = good()
+    arguments[place] = value
+    with pytest.raises((TypeError, ValueError), match=message):
+        library.launch("scale", (1,), (32,), arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"grid": (0,)}, "grid is"),
+        ({"grid": (1, 1, 1, 1)}, "grid is"),
+        ({"block": (2048,)}, "at most 1024"),
+        ({"shared_bytes": 101377}, "at most 101376"),
+        ({"arguments": []}, "0 arguments; it has 5 parameters"),
+    ],
+)
+def test_refused_launches(library: Library, change: dict[str, Any], message: str) -> None:
+    launch = {"grid": (1,), "block": (32,), "arguments": good()} | change
+    with pytest.raises((TypeError, ValueError), match=message):
+        library.launch("scale", **launch)
+
+
+def test_a_compile_error_names_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.cu"
+    path.write_text(SOURCE.replace("factor +", "faktor +"))
+    with pytest.raises(BuildError, match=r"wrong\.cu:4:\d+: error: .faktor. was not declared") as caught:
+        Library(path, ["scale"])
+    assert len(str(caught.value).splitlines()) < 12
+
+
+def test_a_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again when the source, an own header, an option or the kernels change."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    built: list[Path] = []
+    monkeypatch.setattr(host_build, "_compile_and_link", lambda *args, **how: (built.append(args[4]), args[4].touch()))
+    monkeypatch.setattr(host_build, "_runtime_object", lambda *args: Path("runtime.o"))
+    monkeypatch.setattr(host_build, "_shared_variables", lambda path: ())
+    (tmp_path / "include").mkdir()
+    (tmp_path / "host").mkdir()
+    header, source = tmp_path / "include" / "own.cuh", tmp_path / "scale.cu"
+    header.write_text("// one\n")
+    source.write_text(SOURCE)
+    (tmp_path / "cache" / "glint" / "host").mkdir(parents=True)
+
+    def num_built(**how: Any) -> int:
+        build(source, how.pop("kernels", ["scale"]), **how)
+        return len(built)
+
+    assert [num_built(), num_built()] == [1, 1]
+    header.write_text("// two\n")
+    assert [num_built(), num_built()] == [2, 2]
+    source.write_text(SOURCE + "\n")
+    assert [num_built(), num_built(defines=["A=1"]), num_built(sanitizer="address")] == [3, 4, 5]
+    assert num_built(kernels=["scale", "scale"]) == 6
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_build.shutil, "which", lambda name: None)
+    host_build.gxx.cache_clear()
+    try:
+        with pytest.raises(BuildError, match=r"g\+\+ 12 or later, and there is no g\+\+ in the PATH; install it"):
+            host_build.gxx()
+    finally:
+        host_build.gxx.cache_clear()
+
+
+def test_the_two_halves_of_ptx_have_the_same_functions() -> None:
+    """include/ptx.cuh for a GPU and host/ptx.h for a CPU."""
+    names = [
+        set(host_build.re.findall(pattern, (host_build.CUDA / file).read_text("utf-8")))
+        for file, pattern in (
+            ("include/ptx.cuh", r"__forceinline__ [\w*]+ (\w+)\("),
+            ("host/ptx.h", r"(?m)(?:^inline [\w*]+ |^HOST_\w+\()(\w+)(?:\(|,)"),
+        )
+    ]
+    assert names[0] - {"shared_address"} == names[1]

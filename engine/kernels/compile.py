@@ -21,20 +21,13 @@ from cupy.cuda import nvrtc
 from tqdm import tqdm
 
 from engine.errors import KernelError
+from engine.kernels.device import Instance
 from engine.system import usable_cores
 
 CUDA = Path(__file__).parents[2] / "cuda"
 INCLUDE = CUDA / "include"
 ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 OPTIONS = ("-std=c++17", "-default-device", "-ftz=true", "--ptxas-options=-v", "-lineinfo")
-
-
-@dataclass(frozen=True, slots=True)
-class Instance:
-    """One kernel of a file with its template arguments: Instance("rmsnorm", "rmsnorm<bf16>")."""
-
-    stem: str
-    entry: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,136 @@
+"""Paged attention on a GPU: cuda/attention_decode.cu and cuda/attention_prefill.cu. Defined by ref.attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine.errors import KernelError
+from engine.kernels.check import ceil_div, require, require_contiguous, stride, type_name
+from engine.kernels.device import Device, Instance
+
+Array = Any
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+CHUNK = 16  # tokens that a warp of attention_decode takes at once
+HEADS = 16  # query heads that a block of it takes
+DECODE_WARPS = 4
+BLOCKS_PER_SM = 4  # of attention_decode, that a grid is split for
+
+
+def attention_decode(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_table: Array,
+    seq_lens: Array,
+    sm_scale: float,
+    window: int | None = None,
+    *,
+    device: Device,
+) -> Array:
+    """One query a sequence: q [num_seqs, n_heads, head_dim], a part of larger rows if need be → the same shape.
+
+    k_cache, v_cache [num_blocks, block_size, n_kv_heads, head_dim]; block_table [num_seqs, max_blocks_per_seq] int32;
+    seq_lens [num_seqs] int32, 0 gives zeros. window: keys that a query sees, itself included; None: all.
+
+    The tokens of a sequence are split over several blocks where sequences and heads alone would not fill the GPU.
+    """
+    kernel = "attention_decode"
+    num_seqs, n_heads, head_dim = q.shape
+    block_size, n_kv_heads = _check(kernel, q, k_cache, v_cache, block_table, seq_lens)
+    out = device.empty(q.shape, q.dtype)
+    if not out.size:
+        return out
+    groups = ceil_div(n_heads // n_kv_heads, HEADS)
+    num_splits = _num_splits(num_seqs * n_kv_heads * groups, block_table.shape[1] * block_size, device)
+    partial = device.empty((num_seqs, n_heads, num_splits, head_dim), np.float32) if num_splits > 1 else None
+    lse = device.empty((num_seqs, n_heads, num_splits), np.float32) if num_splits > 1 else None
+    stages = 3 if head_dim <= 128 else 2
+    type_ = type_name(kernel, "q", q)
+    arguments = [q, k_cache, v_cache, block_table, seq_lens, out, partial, lse]
+    arguments += map(np.int32, (stride(q), stride(block_table), block_size, n_heads, n_kv_heads, window or 0))
+    device.launch(
+        Instance(kernel, f"attention_decode<{type_}, {head_dim}, {DECODE_WARPS}, {stages}>"),
+        (num_splits, n_kv_heads * groups, num_seqs),
+        (32 * DECODE_WARPS,),
+        [*arguments, np.float32(sm_scale)],
+        shared_bytes=DECODE_WARPS * max(stages * 4 * CHUNK, 4 * HEADS) * head_dim,
+    )
+    if num_splits > 1:
+        device.launch(
+            Instance(kernel, f"attention_combine<{type_}, {head_dim}>"),
+            (n_heads, num_seqs),
+            (head_dim,),
+            [partial, lse, out, np.int32(n_heads), np.int32(num_splits)],
+        )
+    return out
+
+
+def _num_splits(num_blocks: int, longest: int, device: Device) -> int:
+    """As many as fill the GPU, but no split shorter than a chunk a warp. It knows the room of the block table only."""
+    return max(1, min(BLOCKS_PER_SM * device.num_sms // num_blocks, longest // (CHUNK * DECODE_WARPS)))
+
+
+def attention_prefill(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_table: Array,
+    cu_seqlens_q: Array,
+    seq_lens: Array,
+    sm_scale: float,
+    window: int | None = None,
+    *,
+    device: Device,
+) -> Array:
+    """Causal attention of chunks of prompts: q [num_tokens, n_heads, head_dim] → the same shape, contiguous.
+
+    cu_seqlens_q [num_seqs + 1] int32: rows of q by sequence, each the last ones of its seq_lens tokens; the rest as in
+    attention_decode.
+    """
+    kernel = "attention_prefill"
+    num_tokens, n_heads, head_dim = q.shape
+    block_size, n_kv_heads = _check(kernel, q, k_cache, v_cache, block_table, seq_lens)
+    num_seqs = seq_lens.shape[0]
+    require(kernel, "cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), np.int32)
+    out = device.empty(q.shape, q.dtype)
+    if not out.size:
+        return out
+    tiles, warps = (2, 4) if head_dim <= 128 else (1, 8)  # of 16 queries: 32 a warp, or registers run out
+    queries = 16 * tiles * warps
+    arguments = [q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, out]
+    sizes = (num_seqs, stride(q), stride(block_table), block_size, n_heads, n_kv_heads, window or 0)
+    device.launch(
+        Instance(kernel, f"attention_prefill<{type_name(kernel, 'q', q)}, {head_dim}, {tiles}, {warps}>"),
+        (n_heads, ceil_div(num_tokens, queries) + num_seqs),
+        (32 * warps,),
+        [*arguments, *map(np.int32, sizes), np.float32(sm_scale)],
+        shared_bytes=2 * head_dim * (queries + 128),
+    )
+    return out
+
+
+def _check(
+    kernel: str, q: Array, k_cache: Array, v_cache: Array, block_table: Array, seq_lens: Array
+) -> tuple[int, int]:
+    """block_size and n_kv_heads. Raises KernelError for arrays that do not fit each other."""
+    _, n_heads, head_dim = q.shape
+    if head_dim not in HEAD_DIMS:
+        raise KernelError(f"{kernel}: head_dim {head_dim} has no kernel; there are {', '.join(map(str, HEAD_DIMS))}")
+    if q.dtype.name not in ("bfloat16", "float16"):
+        raise KernelError(f"{kernel}: q is {q.dtype}; expected bfloat16 or float16")
+    require(kernel, "q", q, (None, n_heads, head_dim))
+    if q.shape[0] and stride(q, 1) != head_dim:
+        raise KernelError(f"{kernel}: heads of q lie {stride(q, 1)} elements apart; expected {head_dim}")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        require(kernel, name, cache, (None, None, None, head_dim), q.dtype)
+        require_contiguous(kernel, name, cache)
+    num_seqs = seq_lens.shape[0]
+    require(kernel, "seq_lens", seq_lens, (num_seqs,), np.int32)
+    require(kernel, "block_table", block_table, (num_seqs, None), np.int32)
+    n_kv_heads = k_cache.shape[2]
+    if n_heads % n_kv_heads:
+        raise KernelError(f"{kernel}: {n_heads} heads cannot share {n_kv_heads} KV heads evenly")
+    return int(k_cache.shape[1]), int(n_kv_heads)

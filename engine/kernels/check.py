@@ -1,0 +1,55 @@
+"""Checks of what a wrapper is given, before anything is launched, and the sizes that most launches are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine.errors import KernelError
+
+Array = Any
+
+TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}  # dtype → its name in CUDA C++
+
+
+def type_name(kernel: str, name: str, array: Array) -> str:
+    """The C++ type of a floating array. Raises KernelError for another dtype."""
+    if array.dtype.name not in TYPES:
+        raise KernelError(f"{kernel}: {name} is {array.dtype}; expected one of {', '.join(TYPES)}")
+    return TYPES[array.dtype.name]
+
+
+def require(kernel: str, name: str, array: Array, shape: tuple[int | None, ...], dtype: Any = None) -> None:
+    """Raises KernelError unless the array has this shape (None = any size), this dtype if one is given, and a last axis
+    without gaps."""
+    fits = array.ndim == len(shape) and all(
+        wanted in (None, size) for wanted, size in zip(shape, array.shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise KernelError(f"{kernel}: {name} has shape {list(array.shape)}; expected [{wanted}]")
+    if dtype is not None and array.dtype != dtype:
+        raise KernelError(f"{kernel}: {name} is {array.dtype}; expected {dtype}")
+    if array.size and array.ndim and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
+        raise KernelError(f"{kernel}: the last axis of {name} has gaps (strides {array.strides}); make it contiguous")
+
+
+def require_contiguous(kernel: str, name: str, array: Array) -> None:
+    """Raises KernelError for an array with gaps or in another order."""
+    if not array.flags.c_contiguous:
+        raise KernelError(f"{kernel}: {name} is not contiguous (strides {array.strides})")
+
+
+def stride(array: Array, axis: int = 0) -> np.int64:
+    """From one index of an axis to the next, in elements."""
+    return np.int64(array.strides[axis] // array.itemsize)
+
+
+def width(array: Array) -> int:
+    """Elements in 16 bytes."""
+    return int(16 // array.itemsize)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)

@@ -1,0 +1,46 @@
+"""What a kernel wrapper needs of the machine below it: memory, and a way to launch.
+
+engine.kernels.gpu is the one for an NVIDIA GPU. Conformance has another that runs the same .cu files on a CPU, so the
+wrappers, their grids and their checks are tested without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+Array = Any  # of the device: its shape, dtype, strides, reshape and slices are those of NumPy
+Argument = Array | np.generic | None
+Dims = tuple[int, ...]  # one to three numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One kernel of a file with its template arguments: Instance("rmsnorm", "rmsnorm<bf16, 1>")."""
+
+    stem: str
+    entry: str
+
+
+class Device(Protocol):
+    """A machine that runs kernels."""
+
+    num_sms: int
+    max_shared_bytes: int  # a block
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """An array whose content is undefined."""
+        ...
+
+    def launch(
+        self, instance: Instance, grid: Dims, block: Dims, arguments: Sequence[Argument], shared_bytes: int = 0
+    ) -> None:
+        """Starts a kernel on the current stream. Arrays are passed as the address of their first element."""
+        ...
+
+    def matmul(self, x: Array, weight: Array, out: Array) -> None:
+        """out [m, n] = x [m, k] · weightᵀ of [n, k], all of one 16-bit type or out float32; the vendor's library."""
+        ...

@@ -1,0 +1,146 @@
+"""An NVIDIA GPU as a device: cubins are loaded once, and launched with arguments whose sizes are known.
+
+CuPy has the arrays and streams. Launching is cuda-bindings' cuLaunchKernelEx, which CuPy lacks: a kernel that waits for
+the one before by itself (dependency_wait in cuda/include/ptx.cuh) is launched while that one still runs, so that the
+start of one lies under the end of the other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+from cuda.bindings import driver
+
+from engine.errors import KernelError
+from engine.kernels.compile import arch_of, compile_kernel
+from engine.kernels.cublas import Cublas
+from engine.kernels.device import Argument, Dims, Instance
+
+Array = Any
+
+DEFAULT_SHARED_BYTES = 48 << 10  # a kernel gets more only when it has asked
+
+
+class Kernel:
+    """One kernel, ready to be launched on CuPy's current stream."""
+
+    def __init__(self, name: str, function: Any, max_shared_bytes: int, overlaps: bool) -> None:
+        self.name = name
+        self._function = function
+        self._max_shared_bytes = max_shared_bytes
+        self._shared_bytes = DEFAULT_SHARED_BYTES
+        self._config = driver.CUlaunchConfig()
+        if overlaps:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            self._config.attrs = [attribute]
+            self._config.numAttrs = 1
+
+    def launch(self, grid: Dims, block: Dims, arguments: Sequence[Argument], shared_bytes: int = 0) -> None:
+        """Starts the kernel.
+
+        Args:
+            grid, block: up to three numbers; an empty grid starts nothing.
+            arguments: CuPy arrays (the kernel gets the address of the first element), NumPy scalars of the very type
+                of the parameter, None for a null pointer.
+            shared_bytes: of dynamic shared memory a block.
+        Raises:
+            KernelError: an argument without a size of its own, more shared memory than this GPU has, or the driver's
+                refusal.
+        """
+        if 0 in grid:
+            return
+        if shared_bytes > self._shared_bytes:
+            self._allow(shared_bytes)
+        config = self._config
+        config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
+        config.blockDimX, config.blockDimY, config.blockDimZ = (*block, 1, 1)[:3]
+        config.sharedMemBytes = shared_bytes
+        config.hStream = cupy.cuda.get_current_stream().ptr
+        values = [self._bytes_of(number, argument) for number, argument in enumerate(arguments)]
+        addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        check(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(addresses), 0), self.name)
+
+    def _bytes_of(self, number: int, argument: Argument) -> Any:
+        if isinstance(argument, cupy.ndarray):
+            return ctypes.c_uint64(argument.data.ptr)
+        if isinstance(argument, np.generic):
+            return ctypes.create_string_buffer(argument.tobytes(), argument.nbytes)
+        if argument is None:
+            return ctypes.c_uint64(0)
+        raise KernelError(
+            f"{self.name}: argument {number} is {argument!r}, a {type(argument).__name__}; expected a CuPy array, a "
+            "NumPy scalar such as np.int32(…), or None"
+        )
+
+    def _allow(self, shared_bytes: int) -> None:
+        if shared_bytes > self._max_shared_bytes:
+            raise KernelError(
+                f"{self.name}: {shared_bytes} bytes of shared memory; a block of this GPU has {self._max_shared_bytes}"
+            )
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        check(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes), self.name)
+        self._shared_bytes = shared_bytes
+
+
+class Gpu:
+    """The current GPU as a Device (see engine.kernels.device): memory, kernels, cuBLAS.
+
+    A kernel is compiled, or found in the cache, and loaded when it is first launched. seal() ends that: by then the
+    engine has run every kind of step once, and a request must never wait for a compiler.
+    """
+
+    def __init__(self, cache: Path) -> None:
+        device = cupy.cuda.Device()
+        attributes = device.attributes
+        self.arch = arch_of(device.compute_capability)
+        self.num_sms: int = attributes["MultiProcessorCount"]
+        self.max_shared_bytes: int = attributes["MaxSharedMemoryPerBlockOptin"]
+        self._cache = cache
+        self._kernels: dict[Instance, Kernel] = {}
+        self._modules: list[Any] = []  # that hold the code
+        self._sealed = False
+        self._cublas = Cublas()
+
+    def seal(self) -> None:
+        self._sealed = True
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        return cupy.empty(shape, dtype)
+
+    def launch(
+        self, instance: Instance, grid: Dims, block: Dims, arguments: Sequence[Argument], shared_bytes: int = 0
+    ) -> None:
+        """Raises KernelError for a kernel that does not compile, or was never launched before seal()."""
+        kernel = self._kernels.get(instance) or self._load(instance)
+        kernel.launch(grid, block, arguments, shared_bytes)
+
+    def matmul(self, x: Array, weight: Array, out: Array) -> None:
+        self._cublas.matmul(x, weight, out)
+
+    def _load(self, instance: Instance) -> Kernel:
+        if self._sealed:
+            raise KernelError(f"the kernel {instance.entry} of cuda/{instance.stem}.cu was not needed at start")
+        cubin = compile_kernel(instance, self.arch, self._cache)
+        module = check(driver.cuModuleLoadData(cubin.path.read_bytes()), instance.entry)
+        self._modules.append(module)
+        function = check(driver.cuModuleGetFunction(module, cubin.symbol.encode()), instance.entry)
+        overlaps = int(self.arch.removeprefix("sm_")) >= 90
+        kernel = Kernel(instance.entry, function, self.max_shared_bytes - cubin.static_shared_bytes, overlaps)
+        self._kernels[instance] = kernel
+        return kernel
+
+
+def check(result: tuple[Any, ...], name: str) -> Any:
+    """The value of a call of the driver. Raises KernelError with the driver's own words if it failed."""
+    status, *values = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        _, text = driver.cuGetErrorString(status)
+        raise KernelError(f"{name}: {text.decode() if text else status}")
+    return values[0] if values else None

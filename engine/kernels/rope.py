@@ -1,0 +1,114 @@
+"""Rotary embedding fused with the KV write on a GPU: cuda/rope.cu. Defined by ref.rope and ref.kv_cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine.errors import KernelError
+from engine.kernels.check import ceil_div, require, require_contiguous, stride, type_name, width
+from engine.kernels.device import Device, Instance
+
+Array = Any
+
+MAX_THREADS = 256
+MAX_LANES = 32
+
+
+def rope_kv_write(
+    q: Array,
+    k: Array,
+    v: Array,
+    cos_sin: Array,
+    slot_mapping: Array,
+    k_cache: Array,
+    v_cache: Array,
+    *,
+    interleaved: bool = False,
+    device: Device,
+) -> Array:
+    """Rotates q and k, stores k and v at their slots, and gives the rotated q.
+
+    q [num_tokens, n_heads, head_dim]; k, v [num_tokens, n_kv_heads, head_dim], all parts of larger rows if need be;
+    cos_sin [num_tokens, rotary_dim] float32; slot_mapping [num_tokens] int32, negative = store nothing; caches
+    [num_blocks, block_size, n_kv_heads, head_dim].
+    """
+    return _launch("rope_kv_write", (q, k, v), (), 0.0, cos_sin, slot_mapping, k_cache, v_cache, interleaved, device)
+
+
+def qk_norm_rope_kv_write(
+    q: Array,
+    k: Array,
+    v: Array,
+    q_weight: Array,
+    k_weight: Array,
+    eps: float,
+    cos_sin: Array,
+    slot_mapping: Array,
+    k_cache: Array,
+    v_cache: Array,
+    *,
+    interleaved: bool = False,
+    device: Device,
+) -> Array:
+    """The same after an RMSNorm of each head by q_weight and k_weight: [head_dim], or a row a head."""
+    weights = (q_weight, k_weight)
+    place = (cos_sin, slot_mapping, k_cache, v_cache)
+    return _launch("qk_norm_rope_kv_write", (q, k, v), weights, eps, *place, interleaved, device)
+
+
+def kv_cache_write(k: Array, v: Array, slot_mapping: Array, k_cache: Array, v_cache: Array, *, device: Device) -> None:
+    """Stores k and v as they are: a rotation of no element."""
+    cos_sin = device.empty((k.shape[0], 0), np.float32)
+    nothing = k[:, :0]
+    _launch("rope_kv_write", (nothing, k, v), (), 0.0, cos_sin, slot_mapping, k_cache, v_cache, False, device)
+
+
+def _launch(
+    kernel: str,
+    qkv: tuple[Array, Array, Array],
+    weights: tuple[Array, ...],
+    eps: float,
+    cos_sin: Array,
+    slot_mapping: Array,
+    k_cache: Array,
+    v_cache: Array,
+    interleaved: bool,
+    device: Device,
+) -> Array:
+    q, k, v = qkv
+    num_tokens, n_heads, head_dim = q.shape
+    n_kv_heads, rotary_dim = k.shape[1], cos_sin.shape[1]
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        require(kernel, name, array, (num_tokens, n_heads if name == "q" else n_kv_heads, head_dim), q.dtype)
+    require(kernel, "cos_sin", cos_sin, (num_tokens, None), np.float32)
+    require(kernel, "slot_mapping", slot_mapping, (num_tokens,), np.int32)
+    for name, array in (("k_cache", k_cache), ("v_cache", v_cache)):
+        require(kernel, name, array, (None, None, n_kv_heads, head_dim), q.dtype)
+        require_contiguous(kernel, name, array)
+    q_out = device.empty(q.shape, q.dtype)
+    if not num_tokens:
+        return q_out
+    lanes = _lanes(kernel, head_dim, rotary_dim, width(q))
+    grid = (num_tokens, ceil_div((n_heads + 2 * n_kv_heads) * lanes, MAX_THREADS))
+    arguments = [*qkv, *weights, cos_sin, slot_mapping, k_cache, v_cache, q_out]
+    arguments += map(np.int32, (n_heads, n_kv_heads, head_dim, rotary_dim))
+    arguments += [stride(array, axis) for array in (*qkv, q_out) for axis in (0, 1)]
+    if weights:
+        arguments += [np.int64(head_dim * (weight.ndim - 1)) for weight in weights]
+        arguments.append(np.float32(eps))
+    entry = f"{kernel}<{type_name(kernel, 'q', q)}, {str(interleaved).lower()}, {lanes}>"
+    device.launch(Instance("rope", entry), grid, (MAX_THREADS,), arguments)
+    return q_out
+
+
+def _lanes(kernel: str, head_dim: int, rotary_dim: int, piece: int) -> int:
+    """Lanes that share a head, a power of two: each has two pieces of 16 bytes, both parts of the pairs in them."""
+    needed = ceil_div(rotary_dim // 2, piece) + ceil_div(head_dim - rotary_dim, 2 * piece)
+    lanes = 1
+    while lanes < needed:
+        lanes *= 2
+    if lanes > MAX_LANES:
+        raise KernelError(f"{kernel}: head_dim {head_dim} is too large; a warp covers {MAX_LANES * 2 * piece}")
+    return lanes

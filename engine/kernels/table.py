@@ -1,0 +1,56 @@
+"""The op table whose functions are kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from engine.errors import KernelError
+from engine.kernels import activation, attention, embedding, layernorm, linear, rmsnorm, rope
+from engine.kernels.device import Device
+from engine.ops import OpTable, SamplingOps
+from engine.weights import LinearWeight
+
+Array = Any
+
+
+def _missing(what: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise KernelError(f"there are no GPU kernels for {what} yet; use --device cpu")
+
+    return refuse
+
+
+def _as_stored(weight: LinearWeight) -> LinearWeight:
+    """A dense weight is multiplied by in the layout in which it is stored."""
+    return weight
+
+
+def kernel_ops(device: Device, sampling: SamplingOps) -> OpTable:
+    """The op table of a device."""
+    return OpTable(
+        embedding=partial(embedding.embedding, device=device),
+        linear=partial(linear.linear, device=device),
+        rmsnorm=partial(rmsnorm.rmsnorm, device=device),
+        add_rmsnorm=partial(rmsnorm.add_rmsnorm, device=device),
+        layernorm=partial(layernorm.layernorm, device=device),
+        add_layernorm=partial(layernorm.add_layernorm, device=device),
+        kv_cache_write=partial(rope.kv_cache_write, device=device),
+        rope_kv_write=partial(rope.rope_kv_write, device=device),
+        qk_norm_rope_kv_write=partial(rope.qk_norm_rope_kv_write, device=device),
+        attention_decode=partial(attention.attention_decode, device=device),
+        attention_prefill=partial(attention.attention_prefill, device=device),
+        mla_rope_latent_write=_missing("latent attention"),
+        mla_decode=_missing("latent attention"),
+        mla_prefill=_missing("latent attention"),
+        mla_split_kv_b=_missing("latent attention"),
+        logn_scale=_missing("log-n scaling"),
+        act=partial(activation.act, device=device),
+        gate_up_act=partial(activation.gate_up_act, device=device),
+        moe_route=_missing("mixture of experts"),
+        moe_mlp=_missing("mixture of experts"),
+        moe_shared_expert=_missing("mixture of experts"),
+        prepare=_as_stored,
+        sampling=sampling,
+    )

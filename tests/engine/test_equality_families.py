@@ -1,7 +1,8 @@
-"""One request, one answer, with experts: what others in the batch chose, chunks, cache and preemption change nothing.
+"""One request, one answer, with experts, latent attention and rope tables of two lengths: what others in the batch
+chose, chunks, cache and preemption change nothing.
 
-As test_equality.py says it, in which the models are dense. A near tie of two experts could go either way in another
-shape of the same product; at these seeds the gaps are wide.
+As test_equality.py says it of a Llama. A near tie of two experts could go either way in another shape of the same
+product; at these seeds the gaps are wide.
 """
 
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.golden_families import family_model
+from conformance.golden_families import FAMILY_GOLDENS, family_model
 from engine.api import GenerationRequest
 from engine.faults import Faults
 from ref.checkpoint import read_checkpoint
@@ -28,20 +29,28 @@ from tests.engine.engines import (
     tiny_engine,
 )
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_moe")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_moe", "deepseek_v2_lite", "deepseek_v3", "minicpm3")
+VARIED = ("qwen2_moe", "deepseek_v2", "minicpm3")  # dense layers beside experts and a shared one; latents; longrope
 LENGTHS = {"vocab_size": 300, "max_position_embeddings": 256}
 WHOLE = {"num_gpu_blocks_override": 64, "block_size": 16, "max_num_batched_tokens": 256, "max_model_len": 256}
 
 
+def model(folder: Path, name: str) -> Path:
+    """The golden model with a larger vocabulary and longer reach."""
+    scaling = FAMILY_GOLDENS[name]["rope_scaling"]
+    if scaling and scaling["type"] == "yarn":
+        scaling = scaling | {"factor": LENGTHS["max_position_embeddings"] / scaling["original_max_position_embeddings"]}
+    return family_model(folder, name, rope_scaling=scaling, **LENGTHS)
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return family_model(tmp_path_factory.mktemp(request.param), request.param, **LENGTHS)
+    return model(tmp_path_factory.mktemp(request.param), request.param)
 
 
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of all of them the one with dense layers, experts and a shared one behind a gate."""
-    return family_model(tmp_path_factory.mktemp("qwen2_moe"), "qwen2_moe", **LENGTHS)
+@pytest.fixture(scope="module", params=VARIED)
+def varied(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model(tmp_path_factory.mktemp(request.param), request.param)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -83,24 +92,24 @@ def test_sch_04_chunks_mixed_with_decodes(folder: Path, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("num_others", [1, 15, 31])
-def test_krn_01_neighbours_change_nothing(qwen: Path, num_others: int) -> None:
+def test_krn_01_neighbours_change_nothing(varied: Path, num_others: int) -> None:
     """KRN-01, KRN-06: others that share experts with the request, come and go; repeated runs are bitwise equal."""
     one = request("one", prompt(19), max_tokens=40)
     others = [request(str(i), prompt(3 + 5 * i % 60, i + 1), max_tokens=2 + 7 * i % 50) for i in range(num_others)]
     settings = WHOLE | {"num_gpu_blocks_override": 400, "enable_prefix_caching": False}
     runs = []
     for _ in range(2):
-        engine = tiny_engine(qwen, max_num_seqs=num_others + 1, **settings)
+        engine = tiny_engine(varied, max_num_seqs=num_others + 1, **settings)
         runs.append(run(engine, *others[::2], one, *others[1::2]))
-    assert_equal(alone(qwen, one), runs[0]["one"])
+    assert_equal(alone(varied, one), runs[0]["one"])
     assert runs[0] == runs[1], "the same steps give the same bits"
 
 
 @pytest.mark.parametrize("length", [15, 16, 33])
-def test_pfx_01_the_same_prompt_again(qwen: Path, length: int) -> None:
+def test_pfx_01_the_same_prompt_again(varied: Path, length: int) -> None:
     """PFX-01: answers from a warm cache equal the cold one."""
-    undisturbed = alone(qwen, request("cold", prompt(length), max_tokens=6, logprobs=3))
-    engine = tiny_engine(qwen, **WHOLE)
+    undisturbed = alone(varied, request("cold", prompt(length), max_tokens=6, logprobs=3))
+    engine = tiny_engine(varied, **WHOLE)
     for number in range(2):
         output = run(engine, request(str(number), prompt(length), max_tokens=6, logprobs=3))[str(number)]
         assert_equal(undisturbed, output)
@@ -111,30 +120,30 @@ SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 5, "top_k": 8}
 
 
 @pytest.mark.parametrize("params", [{}, SEEDED], ids=["greedy", "seeded"])
-def test_sch_03_requests_that_need_twice_the_pool(qwen: Path, params: dict[str, Any]) -> None:
+def test_sch_03_requests_that_need_twice_the_pool(varied: Path, params: dict[str, Any]) -> None:
     """SCH-03: preempted and resumed, each gives what it gives alone."""
     requests = [request(str(i), prompt(8, i), max_tokens=40, **params) for i in range(6)]
-    engine = tiny_engine(qwen, num_gpu_blocks_override=36, max_num_seqs=6)
+    engine = tiny_engine(varied, num_gpu_blocks_override=36, max_num_seqs=6)
     outputs = run(engine, *requests)
     assert engine.stats().preemptions > 0
     for one in requests:
-        (assert_same_draws if params else assert_equal)(alone(qwen, one), outputs[one.request_id])
+        (assert_same_draws if params else assert_equal)(alone(varied, one), outputs[one.request_id])
 
 
 @pytest.mark.parametrize("length", [14, 17, 30])
-def test_preemption_at_a_length(qwen: Path, length: int) -> None:
-    engine = tiny_engine(qwen, Faults(preempt_at={"a": {length}}), max_num_batched_tokens=4, max_num_seqs=4)
+def test_preemption_at_a_length(varied: Path, length: int) -> None:
+    engine = tiny_engine(varied, Faults(preempt_at={"a": {length}}), max_num_batched_tokens=4, max_num_seqs=4)
     one = request("a", prompt(13), max_tokens=24)
     engine.add(one)
     engine.add(request("b", prompt(9, 1), max_tokens=20))
     outputs = finish(engine)
     assert engine.stats().preemptions >= 1
-    assert_equal(alone(qwen, one), outputs["a"])
+    assert_equal(alone(varied, one), outputs["a"])
 
 
 def test_dummy_weights_serve(tmp_path: Path) -> None:
     """--load-format dummy: a config alone is enough to run a step with experts."""
-    folder = family_model(tmp_path, "qwen2_moe", **LENGTHS)
+    folder = model(tmp_path, "qwen2_moe")
     (folder / "model.safetensors").unlink()
     output = run(tiny_engine(folder, load_format="dummy"), request("a", prompt(9), max_tokens=5))["a"]
     assert len(output.token_ids) == 5

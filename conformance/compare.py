@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conformance.tolerance import SMALLEST_NORMAL, WORST_FACTOR, Tolerance
+from ref.numerics import relative_error
 
 Array = NDArray[Any]
 
@@ -65,6 +66,8 @@ def compare(actual: Array, truth: Array, yardstick: Array, tolerance: Tolerance,
         return Comparison(np.inf, 0.0, f"is {actual.dtype}, expected {yardstick.dtype}")
     if actual.size == 0:
         return Comparison(0.0, 0.0)
+    if tolerance.norm is not None and np.issubdtype(truth.dtype, np.floating):
+        return _compare_norms(actual, truth, tolerance.norm)
     errors, yardstick_errors = elementwise_error(actual, truth), elementwise_error(yardstick, truth)
     if not np.isfinite(yardstick_errors).all():
         return Comparison(np.inf, 0.0, f"cannot be judged: ref in {storage} is not finite where it is in float64")
@@ -86,6 +89,14 @@ def compare(actual: Array, truth: Array, yardstick: Array, tolerance: Tolerance,
         f"themselves; the worst, at {[int(i) for i in place]}, is {actual[place]!s} where {truth[place]!s} is right: "
         f"error {worst.error:.3g}, limit {worst_limit:.3g}",
     )
+
+
+def _compare_norms(actual: Array, truth: Array, limit: float) -> Comparison:
+    error = relative_error(actual, truth)
+    if error <= limit:
+        return Comparison(error, limit)
+    error = error if np.isfinite(error) else np.inf
+    return Comparison(error, limit, f"is off by {error:.3g} of its norm over all elements, limit {limit:.3g}")
 
 
 def _root_mean_square(errors: NDArray[np.float64]) -> float:

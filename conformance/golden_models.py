@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,6 +25,10 @@ from ref.numerics import bf16_bits
 Tensors = dict[str, NDArray[np.float32]]
 Config = dict[str, Any]
 
+STORED_NAMES = {  # what a .safetensors header calls each type
+    **{"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "F8_E4M3"},
+    **{"int8": "I8", "int32": "I32", "int64": "I64"},
+}
 CHAIN_LOGIT = 20.0  # of the scripted successor; every other logit is 0
 
 GOLDEN_SEED = 1
@@ -240,20 +245,32 @@ def write_checkpoint(folder: str | Path, config: Config, tensors: Tensors, *, nu
 
 
 def write_safetensors(path: str | Path, tensors: Mapping[str, NDArray[Any]], dtype: str = "float32") -> None:
-    """One .safetensors file: header length as 8 bytes, a JSON header, then the tensors' bytes.
+    """Floating tensors as one .safetensors file, each stored as dtype.
 
     dtype: "float32", "float16" or "bfloat16" (rounded to nearest, ties to even).
+    """
+    write_stored(path, {name: as_stored(tensor, dtype) for name, tensor in tensors.items()})
+
+
+def as_stored(tensor: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """tensor rounded to "float32", "float16" or "bfloat16", in an array of that type."""
+    if dtype == "bfloat16":
+        return bf16_bits(tensor).view(ml_dtypes.bfloat16)
+    return tensor.astype({"float32": np.float32, "float16": np.float16}[dtype])
+
+
+def write_stored(path: str | Path, tensors: Mapping[str, NDArray[Any]]) -> None:
+    """One .safetensors file: header length as 8 bytes, a JSON header, then the tensors' bytes.
+
+    Each tensor is stored in its own type; uint8 are codes of e4m3.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     stored: list[bytes] = []
     offset = 0
     for name, tensor in tensors.items():
-        if dtype == "bfloat16":
-            code, data = "BF16", bf16_bits(tensor).tobytes()
-        else:
-            code, layout = {"float32": ("F32", "<f4"), "float16": ("F16", "<f2")}[dtype]
-            data = tensor.astype(layout).tobytes()
-        header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [offset, offset + len(data)]}
+        data = tensor.tobytes()
+        place = [offset, offset + len(data)]
+        header[name] = {"dtype": STORED_NAMES[tensor.dtype.name], "shape": list(tensor.shape), "data_offsets": place}
         stored.append(data)
         offset += len(data)
     text = json.dumps(header, separators=(",", ":")).encode()

@@ -1,14 +1,22 @@
 """Writes conformance/golden, and nothing else does: logits of the golden models as transformers computes them.
 
-python -m conformance.regenerate [NAME ...]      needs the extra "oracle" (torch, transformers)
+python -m conformance.regenerate [NAME ...]      needs the extra "oracle" (torch, transformers, compressed-tensors)
 
-Each <name>.npz holds for prompt i of golden_prompts (family_prompts): logits{i} [num_tokens, vocab_size] float32, and
+NAME is a golden model, or a family and a format such as mixtral-awq.
+
+<name>.npz holds for prompt i of golden_prompts (family_prompts): logits{i} [num_tokens, vocab_size] float32, and
 greedy{i}, the 16 ids that greedy decoding adds (each from a fresh run without a cache; not for dynamic rope and
 longrope, whose table would change under way); and mtp{i} if the model has an MTP layer. Of the first prompt
-it holds what each layer puts out too, by the names of python -m ref --layers. starter.json holds, for each
-text of starter_prompts, the prompt's ids and greedy ids with the five best logprobs of each, from the starter model's
-GGUF file dequantized to float32. manifest.json holds what made them: versions, seed, sha256 of the checkpoint and of
-the file.
+it holds what each layer puts out too, by the names of python -m ref --layers.
+
+formats/<family>-<format>.npz holds the same of format_prompt, with the weights that conformance.oracle_formats decodes:
+logits, greedy, and of each layer's output the last tokens; and logits_format and greedy_format with 8-bit activations,
+where the format has them.
+
+starter.json holds, for each text of starter_prompts, the prompt's ids and greedy ids with the five best logprobs of
+each, from the starter model's GGUF file dequantized to float32.
+
+manifest.json holds what made them: versions, seed, sha256 of the checkpoint and of the file.
 """
 
 from __future__ import annotations
@@ -17,20 +25,33 @@ import argparse
 import hashlib
 import json
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 try:
+    import safetensors.torch
     import torch
     import transformers
     from transformers.modeling_layers import MtpModel
+
+    from conformance.oracle_formats import decoded, quantize_activations
 except ImportError as error:
     raise SystemExit(f"{error}; this command needs the extra `oracle`: pip install -e .[oracle]") from None
 
 from conformance.golden_families import CHANGES_UNDER_WAY, FAMILY_GOLDENS, family_model, family_prompts
 from conformance.golden_folded import oracle_model
+from conformance.golden_formats import (
+    FORMAT_FAMILIES,
+    FORMATS,
+    KEPT_LAYER_OUTPUTS,
+    KEPT_TOKENS,
+    NUM_FORMAT_GREEDY,
+    format_model,
+    format_prompt,
+)
 from conformance.golden_models import GOLDEN_SEED, GOLDENS, Config, golden_model, golden_prompts
 from conformance.oracle_layers import layer_outputs
 from conformance.starter_prompts import STARTER_PROMPTS
@@ -46,29 +67,61 @@ STARTER_NAME = "starter"
 
 def oracle(checkpoint: Path, prompts: list[list[int]], config: Config, greedy: bool) -> dict[str, np.ndarray[Any, Any]]:
     """Logits and greedy ids of transformers, float32, eager attention, no cache."""
-    model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
-    )
-    model.eval()
-    wrong = {fault: names for fault, names in loaded.items() if names}
-    if wrong:
-        raise ValueError(f"{checkpoint}: the weight map of ref is not that of transformers: {wrong}")
-
-    def logits_of(ids: list[int]) -> np.ndarray[Any, Any]:
-        return model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
-
+    model = load_model(checkpoint)
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     with torch.no_grad():
         if getattr(model.config, "num_mtp_layers", 0):
             arrays |= mtp_oracle(model, checkpoint.parent, prompts)
         arrays |= layer_outputs(model, torch.tensor([prompts[0]]), config)
         for i, prompt in enumerate(prompts):
-            arrays[f"logits{i}"] = logits_of(prompt)
-            ids = list(prompt)
-            for _ in range(NUM_GREEDY if greedy else 0):
-                ids.append(int(logits_of(ids)[-1].argmax()))
+            arrays[f"logits{i}"] = logits_of(model, prompt)
             if greedy:
-                arrays[f"greedy{i}"] = np.array(ids[len(prompt) :], np.int32)
+                arrays[f"greedy{i}"] = greedy_of(model, prompt, NUM_GREEDY)
+    return arrays
+
+
+def load_model(checkpoint: Path) -> Any:
+    """The model of transformers; ValueError if a tensor is missing or to spare."""
+    model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    wrong = {fault: names for fault, names in loaded.items() if names}
+    if wrong:
+        raise ValueError(f"{checkpoint}: the weight map of ref is not that of transformers: {wrong}")
+    return model.eval()
+
+
+def logits_of(model: Any, ids: list[int]) -> np.ndarray[Any, Any]:
+    logits: np.ndarray[Any, Any] = model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+    return logits
+
+
+def greedy_of(model: Any, prompt: list[int], count: int) -> np.ndarray[Any, Any]:
+    """The ids that greedy decoding adds, int32."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(logits_of(model, ids)[-1].argmax()))
+    return np.array(ids[len(prompt) :], np.int32)
+
+
+def format_oracle(checkpoint: Path, scratch: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """The same of a quantized checkpoint, its weights decoded into another one; then with quantized activations."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    quantization = config.pop("quantization_config", {})
+    scratch.mkdir()
+    (scratch / "config.json").write_text(json.dumps(config))
+    safetensors.torch.save_file(decoded(checkpoint, quantization), scratch / "model.safetensors", {"format": "pt"})
+    model, prompt = load_model(scratch), format_prompt()
+    with torch.no_grad():
+        layers = layer_outputs(model, torch.tensor([prompt]), config)
+        kept = {name: array for name, array in layers.items() if name.rpartition(".")[2] in KEPT_LAYER_OUTPUTS}
+        arrays = {name: array[-KEPT_TOKENS:] for name, array in kept.items()}
+        arrays["logits"] = logits_of(model, prompt)
+        arrays["greedy"] = greedy_of(model, prompt, NUM_FORMAT_GREEDY)
+        if FORMATS[checkpoint.name].activations is not None:
+            quantize_activations(model, checkpoint)
+            arrays["logits_format"] = logits_of(model, prompt)
+            arrays["greedy_format"] = greedy_of(model, prompt, NUM_FORMAT_GREEDY)
     return arrays
 
 
@@ -107,7 +160,6 @@ def sha256(file: Path) -> str:
 def regenerate(name: str) -> dict[str, Any]:
     """Writes one golden, prints how far it moved, and returns its entry in the manifest."""
     file = FOLDER / f"{name}.npz"
-    before = dict(np.load(file)) if file.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         is_family = name in FAMILY_GOLDENS
         checkpoint = family_model(folder, name) if is_family else golden_model(folder, name)
@@ -116,10 +168,35 @@ def regenerate(name: str) -> dict[str, Any]:
         folded = oracle_model(Path(folder) / "folded", name) if is_family else None
         config = json.loads((checkpoint / "config.json").read_text())
         arrays = oracle(folded or checkpoint, prompts, config, greedy=name not in ("dynamic", *CHANGES_UNDER_WAY))
+    moved = changes(file, arrays)
     np.savez(file, **arrays)
-    moved = {key: relative_error(array, before[key]) for key, array in arrays.items() if key in before}
-    print(name, "new" if not before else f"largest relative change {max(moved.values()):.2e}")
+    print(name, moved)
     return {"seed": GOLDEN_SEED, "checkpoint_sha256": checkpoint_hash, "sha256": sha256(file)}
+
+
+def regenerate_format(name: str) -> dict[str, Any]:
+    """The same for a family in a format."""
+    family, _, form = name.partition("-")
+    file = FOLDER / "formats" / f"{name}.npz"
+    file.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = format_model(Path(folder) / form, family, form)
+        checkpoint_hash = sha256(checkpoint / "model.safetensors")
+        arrays = format_oracle(checkpoint, Path(folder) / "decoded")
+    moved = changes(file, arrays)
+    np.savez_compressed(file, **arrays)
+    print(name, moved)
+    return {"seed": FORMATS[form].seed, "checkpoint_sha256": checkpoint_hash, "sha256": sha256(file)}
+
+
+def changes(file: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> str:
+    """How far the arrays are from those that file holds, in words."""
+    if not file.exists():
+        return "new"
+    with np.load(file) as before:
+        moved = [relative_error(array, before[key]) for key, array in arrays.items() if key in before]
+        gone = sorted(set(before) - set(arrays))
+    return f"largest relative change {max(moved):.2e}" + (f", without {', '.join(gone)}" if gone else "")
 
 
 def starter_oracle() -> list[dict[str, Any]]:
@@ -155,21 +232,28 @@ def regenerate_starter() -> dict[str, Any]:
 
 
 def main() -> None:
+    models = [*GOLDENS, *FAMILY_GOLDENS, STARTER_NAME]
+    formats = [f"{family}-{form}" for family in FORMAT_FAMILIES for form in FORMATS]
     parser = argparse.ArgumentParser(prog="python -m conformance.regenerate", description=__doc__)
-    parser.add_argument(
-        "names",
-        nargs="*",
-        metavar="NAME",
-        help=f"of {', '.join([*GOLDENS, *FAMILY_GOLDENS, STARTER_NAME])}; default: all",
-    )
-    names = parser.parse_args().names or [*GOLDENS, *FAMILY_GOLDENS, STARTER_NAME]
+    known = f"of {', '.join(models)}; or one of {', '.join(FORMAT_FAMILIES)}, - and one of {', '.join(FORMATS)}"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{known}; default: all")
+    names = parser.parse_args().names or models + formats
+    wrong = [name for name in names if name not in models + formats]
+    if wrong:
+        parser.error(f"unknown are {', '.join(wrong)}; NAME is {known}")
     FOLDER.mkdir(exist_ok=True)
     manifest_file = FOLDER / "manifest.json"
-    manifest = json.loads(manifest_file.read_text()) if manifest_file.exists() else {"models": {}}
-    made = {name: regenerate_starter() if name == STARTER_NAME else regenerate(name) for name in names}
-    models = manifest["models"] | made
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
-    manifest = {"versions": versions, "models": {name: models[name] for name in sorted(models)}}
+    manifest = json.loads(manifest_file.read_text()) if manifest_file.exists() else {}
+    made = {
+        name: regenerate_starter() if name == STARTER_NAME else regenerate(name) for name in names if name in models
+    }
+    made_formats = {name: regenerate_format(name) for name in names if name in formats}
+    packages = ("torch", "transformers", "numpy", "compressed-tensors")
+    manifest = {
+        "versions": {package: version(package) for package in packages},
+        "models": dict(sorted((manifest.get("models", {}) | made).items())),
+        "formats": dict(sorted((manifest.get("formats", {}) | made_formats).items())),
+    }
     manifest_file.write_text(json.dumps(manifest, indent=1) + "\n")
 
 

@@ -47,9 +47,10 @@ class Tolerance:
     factor: float = FACTOR
     floor_roundings: float = FLOOR_ROUNDINGS
     reason: str = ""  # why it is not the rule
+    norm: float | None = None  # in place of the rule: the largest ‖candidate − truth‖ / ‖truth‖ over a whole output
 
     def __post_init__(self) -> None:
-        is_rule = (self.factor, self.floor_roundings) == (FACTOR, FLOOR_ROUNDINGS)
+        is_rule = (self.factor, self.floor_roundings, self.norm) == (FACTOR, FLOOR_ROUNDINGS, None)
         if not is_rule and len(self.reason.split()) < MIN_REASON_WORDS:
             raise ValueError(f"a tolerance that is not the rule needs a reason in words, found {self.reason!r}")
 
@@ -65,4 +66,16 @@ GOLDEN = Tolerance(
     FLOOR_ROUNDINGS,
     "the stored run takes the angles of rope in float32 where ref takes them in float64, and it is one fixed run on "
     "one machine: 4 leaves room for the yardstick, which moves by about half with the machine's order of sums",
+)
+FORMAT_FLOAT = Tolerance(
+    norm=1e-4,
+    reason="two programs decode the same stored weights; a fault in the decoding shows at 1e-2 and above",
+)
+FORMAT_INT8 = Tolerance(
+    norm=1e-3,
+    reason="a number that lies between two int8 steps may fall to either side, and moves its token by 1e-3",
+)
+FORMAT_FP8 = Tolerance(
+    norm=5e-3,
+    reason="a number that lies between two fp8 codes may fall to either side, which are 2^-3 of it apart",
 )

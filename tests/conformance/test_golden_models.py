@@ -9,13 +9,15 @@ from conformance.golden_models import (
     CHAIN_LOGIT,
     GOLDEN_PROMPT_LENGTHS,
     GOLDENS,
+    as_stored,
     chain_model,
     golden_prompts,
     llama_config,
     llama_tensors,
     rand_model,
+    write_stored,
 )
-from ref.checkpoint import read_checkpoint
+from ref.checkpoint import read_checkpoint, widen
 from ref.config import read_config
 from ref.model.llama import llama
 
@@ -70,3 +72,19 @@ def test_golden_prompts() -> None:
         prompts = golden_prompts(name)
         assert tuple(map(len, prompts)) == GOLDEN_PROMPT_LENGTHS
         assert all(4 <= token_id < config["vocab_size"] for prompt in prompts for token_id in prompt)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"), [("float32", 1 + 2**-23), ("float16", 1 + 2**-10), ("bfloat16", 1 + 2**-7)]
+)
+def test_tensors_are_stored_in_their_own_types(tmp_path: Path, dtype: str, value: float) -> None:
+    """A number that the type holds, and one a quarter of a step above it, which is rounded away."""
+    codes, integers = np.array([[0x38, 0xB8]], np.uint8), {"i8": np.array([-127, 127], np.int8)}
+    integers |= {"i32": np.array([-(2**31)], np.int32), "i64": np.array([2**40], np.int64)}
+    floats = as_stored(np.array([value, value + (value - 1) / 4], np.float32), dtype)
+    write_stored(tmp_path / "model.safetensors", {"w": floats, "codes": codes, **integers})
+    found = read_checkpoint(tmp_path, None)
+    np.testing.assert_array_equal(widen(found["w"], np.float64), [value, value])
+    for name, stored in {"codes": codes, **integers}.items():
+        assert found[name].dtype == stored.dtype
+        np.testing.assert_array_equal(found[name], stored)

@@ -35,7 +35,8 @@ from engine.config import EngineConfig
 from engine.loop import drain
 from engine.ops import OpTable
 from ref.config import parse_config
-from ref.generate import generate
+from ref.generate import forward_chunk, generate
+from ref.model.cache import Cache
 from ref.model.fields import ModelConfig
 from ref.model.registry import forward
 from ref.sampling import log_softmax
@@ -73,6 +74,10 @@ VARIANTS: dict[str, Config] = {  # models without stored goldens: ref alone spea
         "mlp_bias": True,
         "rope_scaling": {**FAMILY_GOLDENS["minicpm3"]["rope_scaling"], "original_max_position_embeddings": 8},
     },
+    "cpm_ant_wide": {  # generates no padding
+        **FAMILY_GOLDENS["cpm_ant"],
+        **{"dim_ff": 80, "position_bias_max_distance": 64},
+    },
     "deepseek_vl": {
         "architectures": ["DeepseekVLForConditionalGeneration"],
         "torch_dtype": "float32",
@@ -85,14 +90,13 @@ VARIANTS: dict[str, Config] = {  # models without stored goldens: ref alone spea
     },
 }
 GENERATED = (
-    *("llama3", "dynamic", "mistral", "qwen2_moe", "command_r_plus", "minicpm", "qwen1_long", "cpm1"),
+    *("llama3", "dynamic", "mistral", "qwen2_moe", "command_r_plus", "minicpm", "qwen1_long", "cpm1", "cpm_ant_wide"),
     *("qwen2_yarn", "deepseek_v2_lite", "deepseek_v2", "deepseek_v3", "minicpm3", "minicpm3_crossing"),
 )
-LASTING_TABLE = (
-    "dynamic",
-    "qwen1_long",
-    "minicpm3_crossing",
-)  # the prompt's length chooses their rope table, for all that follows
+LASTING = (  # the prompt decides for all that follows: on the rope table, or on what sees what
+    *("dynamic", "qwen1_long", "minicpm3_crossing", "cpm_ant_wide"),
+)
+SOFT_PROMPT = (134, 135, 136)  # of cpm_ant: three vectors of type 2 behind 128 tokens
 MAX_TOKENS = 8
 _CONFIGS = FAMILY_GOLDENS | VARIANTS
 CHUNKS = {"whole": (1000, 1000, 1000), "chunks": (1, 8, 33), "decode": (1, 1, 1)}  # tokens a step of each sequence
@@ -101,7 +105,8 @@ CHUNKS = {"whole": (1000, 1000, 1000), "chunks": (1, 8, 33), "decode": (1, 1, 1)
 def cases() -> list[Case]:
     found = [_forward(name, "chunks") for name in GOLDENS]
     found += [_forward("mistral", "whole"), _forward("llama3", "decode")]
-    found += [_forward(name, "chunks") for name in (*FAMILIES, *VARIANTS)]
+    found += [_forward(name, "chunks") for name in (*FAMILIES, *VARIANTS) if name != "cpm_ant_wide"]
+    found.append(_forward_prefix("cpm_ant"))
     return found + [_generate(name) for name in GENERATED]
 
 
@@ -143,6 +148,35 @@ def _forward_candidate(ops: OpTable, name: str, prompts: Sequence[Sequence[int]]
     return {f"logits{i}": rows for i, rows in enumerate(logits)}
 
 
+def _forward_prefix(name: str) -> Case:
+    """All tokens of a prompt but two in one step, as a model must that reads it both ways; then these two."""
+    return Case(
+        stem="llama",
+        name=f"forward-{name}",
+        axes={"golden": name},
+        make_inputs=lambda seed: _inputs(name),
+        reference=_prefix_reference,
+        candidate=lambda ops, **inputs: _prefix_candidate(ops, name, inputs["prompts"]),
+    )
+
+
+def _prefix_reference(config: ModelConfig, weights: Inputs, prompts: list[list[int]]) -> Outputs:
+    outputs: Outputs = {}
+    for i, prompt in enumerate(prompts):
+        cache = Cache(len(prompt), BLOCK_SIZE, table_tokens=len(prompt) - 2)
+        chunks = (prompt[:-2], prompt[-2:])
+        outputs[f"logits{i}"] = np.concatenate([forward_chunk(config, weights, chunk, cache) for chunk in chunks])
+    return outputs
+
+
+def _prefix_candidate(ops: OpTable, name: str, prompts: Sequence[Sequence[int]]) -> Outputs:
+    whole = [[*SOFT_PROMPT, *prompt] for prompt in prompts]
+    with tempfile.TemporaryDirectory() as folder:
+        runner = make_runner(_make_model(folder, name), ops, whole)
+    logits = run_chunks(runner, whole, [len(ids) - 2 for ids in whole])
+    return {f"logits{i}": rows[len(SOFT_PROMPT) :] for i, rows in enumerate(logits)}
+
+
 # ---- generate
 
 
@@ -163,12 +197,12 @@ def _num_blocks(name: str) -> int:
 
 
 def _generate_reference(name: str, config: ModelConfig, weights: Inputs, prompts: list[list[int]]) -> Outputs:
-    """A rope table that lasts is not that of the model without a cache, which sees a longer sequence: ids only."""
+    """What a prompt decides on is not that of the model without a cache, which sees a longer sequence: ids only."""
     outputs: Outputs = {}
     for i, prompt in enumerate(prompts):
         new_ids = generate(config, weights, prompt, MAX_TOKENS, ignore_eos=True)
         outputs[f"token_ids{i}"] = np.array(new_ids, np.int64)
-        if name not in LASTING_TABLE:
+        if name not in LASTING:
             logprobs = log_softmax(forward(config, weights, prompt + new_ids))
             outputs[f"logprobs{i}"] = logprobs[np.arange(len(prompt) - 1, len(prompt + new_ids) - 1), new_ids]
     return outputs
@@ -195,6 +229,6 @@ def _generate_candidate(name: str, prompts: Sequence[Sequence[int]]) -> Outputs:
         logprobs[int(event.request_id)] += [entry.logprob for entry in event.logprobs or ()]
     assert engine.scheduler.num_preemptions > 0, "the pool was meant to be too small"
     outputs: Outputs = {f"token_ids{i}": np.array(ids, np.int64) for i, ids in enumerate(token_ids)}
-    if name not in LASTING_TABLE:
+    if name not in LASTING:
         outputs |= {f"logprobs{i}": np.array(values, np.float32) for i, values in enumerate(logprobs)}
     return outputs

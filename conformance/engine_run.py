@@ -72,6 +72,9 @@ def run_step(
 ) -> Array:
     """Final-normed hidden states of the next counts[i] tokens of prompts i in rows, after done[i] of them."""
     num_tokens = np.array([counts[i] for i in rows], np.int32)
+    two_way_lens = np.zeros(len(rows), np.int32)
+    if runner.model.config.prefix_lm is not None:  # the first step of a sequence is its prompt
+        two_way_lens[:] = [done[i] or counts[i] for i in rows]
     plan = StepPlan(
         step=0,
         slots=np.array(rows, np.int32),
@@ -81,6 +84,7 @@ def run_step(
         block_table=shuffled_blocks(prompts)[rows],
         num_logits=num_tokens,
         samples=np.ones(len(rows), np.bool_),
+        two_way_lens=two_way_lens,
         rope_lens=np.array([runner.rope.rope_len(len(prompts[i])) for i in rows], np.int32),
         num_decodes=int(np.count_nonzero(num_tokens == 1)),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from conformance import (
     activation,
     attention,
+    attention_biased,
     embedding,
     end_to_end,
     golden,
@@ -34,6 +35,7 @@ OPS = (
     kv_cache,
     rope,
     attention,
+    attention_biased,
     sampling,
     rope_table,
 )  # files with cases of one stem

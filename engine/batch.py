@@ -28,6 +28,7 @@ class StepPlan:
     num_logits: Int32  # [num_seqs] how many of its last tokens need logits
     samples: NDArray[np.bool_]  # [num_seqs] whether its last token gives a new one
     rope_lens: Int32  # [num_seqs] see Sequence.rope_len
+    two_way_lens: Int32  # [num_seqs] see Sequence.two_way_len
     num_decodes: int  # leading sequences with one token each
 
     @property
@@ -51,6 +52,7 @@ class ForwardBatch:
     block_table: Array  # [num_seqs, max_blocks_per_seq] int32, -1 = none
     logits_indices: Array  # [num_logits] int32, rows whose logits are wanted
     rope_cos_sin: Array  # [num_tokens, rotary_dim] float32, cosines then sines (see ref.rope)
+    two_way_lens: Array  # [num_seqs] int32, leading tokens that all tokens see, also those before; 0 = causal
     num_decodes: int  # leading sequences (and so tokens) with one token each
 
     @property
@@ -86,5 +88,6 @@ def build_batch(plan: StepPlan, block_size: int, rope_cos_sin: Array) -> Forward
         block_table=plan.block_table,
         logits_indices=(ends + place).astype(np.int32),
         rope_cos_sin=rope_cos_sin,
+        two_way_lens=plan.two_way_lens,
         num_decodes=plan.num_decodes,
     )

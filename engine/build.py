@@ -69,7 +69,7 @@ def build_engine(config: EngineConfig, faults: Faults | None = None, progress: b
         ops,
     )
     model = architecture.build(model_config, weights, ops)
-    memory = plan_memory(config, model, weights.num_bytes, max_model_len)
+    memory = plan_memory(config, model, weights.num_bytes, len(model_config.soft_prompt_ids) + max_model_len)
     logger.info("memory:\n%s", memory.table())
     engine = _assemble(config, model, ops, memory, max_model_len, faults)
     own_names = (source.name, "starter") if config.model == "starter" else (source.name,)
@@ -91,17 +91,21 @@ def _assemble(
     config: EngineConfig, model: Model, ops: OpTable, memory: MemoryPlan, max_model_len: int, faults: Faults | None
 ) -> Engine:
     cache = make_kv_cache(model.cache_specs, memory.num_blocks, config.block_size)
-    rope = RopeTable(model.config.rope, model.config.rotary_dim, max_model_len)
+    soft_prompt_ids = model.config.soft_prompt_ids
+    num_rows = len(soft_prompt_ids) + max_model_len
+    rope = RopeTable(model.config.rope, model.config.rotary_dim, num_rows)
     sampler = Sampler(model.config.vocab_size, config.max_num_seqs, ops.sampling)
     runner = ModelRunner(model, ops, OneRank(ops), cache, rope, sampler)
-    blocks = BlockManager(memory.num_blocks, config.block_size, config.enable_prefix_caching)
-    scheduler = Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens, max_model_len)
+    shares = config.enable_prefix_caching and not soft_prompt_ids  # read both ways, a prompt's keys depend on its end
+    blocks = BlockManager(memory.num_blocks, config.block_size, shares)
+    scheduler = Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens, num_rows)
     limits = Limits(
         vocab_size=model.config.vocab_size,
         max_model_len=max_model_len,
         max_logprobs=config.max_logprobs,
         max_waiting=config.max_waiting,
         eos_token_ids=model.config.eos_token_ids,
+        soft_prompt_ids=soft_prompt_ids,
     )
     return Engine(scheduler, runner, limits, config.seed, faults)
 

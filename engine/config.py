@@ -63,6 +63,17 @@ class MlaConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixLmConfig:
+    """A prompt that sees itself both ways, behind learned vectors, and scores with a bias by distance (CPM-Ant)."""
+
+    soft_prompt_ids: tuple[int, ...]  # rows of the embedding that stand before every prompt
+    num_embeddings: int  # rows of the embedding: tokens, then vectors
+    segment_types: int
+    num_buckets: int  # of distance
+    max_distance: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Geometry and constants fixed by the checkpoint."""
 
@@ -91,6 +102,7 @@ class ModelConfig:
     logn_length: int = 0  # queries are scaled by ref.attention.logn_scale of this length; 0: they are not
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
+    prefix_lm: PrefixLmConfig | None = None
     n_mtp_layers: int = 0  # behind the others in the checkpoint, for speculation; they are not read
     windows: tuple[int | None, ...] = ()  # of each layer: keys that a query sees, itself included; None = all
     dtype: str = "float32"  # of the checkpoint's weights
@@ -104,6 +116,11 @@ class ModelConfig:
         if self.rope.kind == "none":
             return 0
         return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
+
+    @property
+    def soft_prompt_ids(self) -> tuple[int, ...]:
+        """What stands before every prompt."""
+        return () if self.prefix_lm is None else self.prefix_lm.soft_prompt_ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from engine.api import FinishReason, GenerationRequest, TokenEvent
 from engine.batch import StepPlan
 from engine.errors import CapacityError, EngineDeadError, RequestError
 from engine.faults import Faults
+from engine.prefix_lm import check_prefix_request
 from engine.runner import ModelRunner, PromptScores, StepResult
 from engine.sampler import check_tokens_left
 from engine.scheduler import Scheduler
@@ -37,6 +38,7 @@ class Limits:
     max_logprobs: int
     max_waiting: int
     eos_token_ids: tuple[int, ...]
+    soft_prompt_ids: tuple[int, ...] = ()  # before every prompt, in a model that reads it both ways
 
 
 class Engine:
@@ -83,8 +85,11 @@ class Engine:
         request.validate(self.limits.vocab_size, self.limits.max_model_len, self.limits.max_logprobs)
         check_tokens_left(request.sampling, self.limits.vocab_size, self.limits.eos_token_ids)
         num_prompt = len(request.prompt_ids)
+        num_rows = len(self.limits.soft_prompt_ids) + num_prompt
+        if self.limits.soft_prompt_ids:
+            check_prefix_request(request, num_rows, self.scheduler.max_num_batched_tokens)
         blocks = self.scheduler.blocks
-        if blocks.blocks_for(num_prompt) > blocks.num_blocks:
+        if blocks.blocks_for(num_rows) > blocks.num_blocks:
             raise RequestError(
                 f"the prompt has {num_prompt} tokens, but the KV cache holds {blocks.num_blocks * blocks.block_size}: "
                 "shorten the prompt, or start the server with a larger --num-gpu-blocks-override",
@@ -122,8 +127,9 @@ class Engine:
 
     def _make_sequences(self, request: GenerationRequest) -> list[Sequence]:
         sampling = request.sampling
-        num_prompt = len(request.prompt_ids)
-        max_len = self.limits.max_model_len
+        soft_prompt_ids = self.limits.soft_prompt_ids
+        num_prompt = len(soft_prompt_ids) + len(request.prompt_ids)
+        max_len = len(soft_prompt_ids) + self.limits.max_model_len
         if sampling.max_tokens is not None:
             max_len = min(max_len, num_prompt + sampling.max_tokens)
         seed = int(self._random.integers(2**63)) if sampling.seed is None else sampling.seed
@@ -137,6 +143,8 @@ class Engine:
                 max_len=max_len,
                 stop_ids=stop_ids,
                 rope_len=self.runner.rope.rope_len(num_prompt),
+                soft_prompt_ids=soft_prompt_ids,
+                two_way_len=num_prompt if soft_prompt_ids else 0,
             )
             for index in range(sampling.n)
         ]
@@ -194,7 +202,7 @@ class Engine:
         for seq in self.scheduler.admitted:
             sampling = seq.request.sampling
             if seq.index == 0 and seq.num_preemptions == 0:
-                self._prompt_tokens += seq.num_prompt
+                self._prompt_tokens += len(seq.request.prompt_ids)
             self.runner.sampler.add(
                 slot=seq.slot,
                 sampling=sampling,

@@ -17,6 +17,7 @@ from engine.weights import LinearWeight
 from ref import embedding, moe_routing
 from ref.activation import act
 from ref.attention import logn_scale
+from ref.attention_biased import attention_biased
 
 Array = Any
 
@@ -66,6 +67,7 @@ class OpTable:
     mla_decode: Callable[..., Array]  # (q, latent_cache, kv_b_proj, block_table, seq_lens, sm_scale)
     mla_prefill: Callable[..., Array]  # (…, block_table, cu_seqlens_q, seq_lens, sm_scale)
     mla_split_kv_b: Callable[[LinearWeight, int, int], LinearWeight]  # (kv_b_proj, n_heads, qk_nope_head_dim)
+    attention_biased: Callable[..., Array]  # (…, seq_lens, prefix_lens, sm_scale, bias_table, num_soft, max_distance)
     logn_scale: Callable[[Array, int], Array]  # (positions, length)
     act: Callable[[Array, str], Array]  # (x, activation)
     gate_up_act: Callable[..., Array]  # (gate_up, activation)
@@ -95,6 +97,7 @@ def cpu_ops(num_threads: int = 1) -> OpTable:
         mla_decode=mla.mla_decode,
         mla_prefill=partial(mla.mla_prefill, team=team),
         mla_split_kv_b=mla.mla_split_kv_b,
+        attention_biased=attention_biased,
         logn_scale=logn_scale,
         act=act,
         gate_up_act=activation.gate_up_act,

@@ -155,7 +155,8 @@ class Scheduler:
                 continue
             matched = self.blocks.match_prefix(seq)
             spare = len(self.running)
-            if seq.suspect or self.blocks.num_blocks_to_admit(seq, matched) + spare > self.blocks.num_free:
+            has_room = self.blocks.num_blocks_to_admit(seq, matched) + spare <= self.blocks.num_free
+            if seq.suspect or not has_room or seq.two_way_len > budget:
                 passed.append(seq)
                 continue
             for older in passed:
@@ -234,6 +235,7 @@ class Scheduler:
             num_logits=np.array(num_logits, np.int32),
             samples=np.array([True] * len(decodes) + [count == seq.num_remaining for seq, count in chunks], np.bool_),
             rope_lens=np.array([seq.rope_len for seq in seqs], np.int32),
+            two_way_lens=np.array([seq.two_way_len for seq in seqs], np.int32),
             num_decodes=len(decodes),
         )
 

@@ -48,6 +48,8 @@ class Sequence:
     max_len: int  # prompt and output together; the output ends here at the latest
     stop_ids: dict[int, int | None]  # ids that end the sequence → stop_reason (None for the model's own)
     rope_len: int = 0  # the length that chose a dynamic rope table; 0 where the table is fixed
+    soft_prompt_ids: tuple[int, ...] = ()  # of vectors that the model puts before the prompt; they count as prompt here
+    two_way_len: int = 0  # leading tokens that see each other both ways, and so are computed in one step
     token_ids: list[int] = field(default_factory=list)
     num_prompt: int = 0
     num_computed: int = 0
@@ -65,7 +67,7 @@ class Sequence:
     reported: bool = False  # an event has been emitted
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.request.prompt_ids)
+        self.token_ids = [*self.soft_prompt_ids, *self.request.prompt_ids]
         self.num_prompt = len(self.token_ids)
 
     @property

@@ -19,7 +19,7 @@ LAYERS = (
     ("engine", "engine.errors", "engine.system", "engine.log"),
     ("engine.sampling_params",),
     ("engine.api", "engine.config", "engine.weights", "engine.env", "engine.stats", "engine.messages"),
-    ("engine.sequence", "engine.blocks", "engine.batch", "engine.scheduler", "engine.faults"),
+    ("engine.sequence", "engine.blocks", "engine.batch", "engine.scheduler", "engine.faults", "engine.prefix_lm"),
     ("engine.token_bytes", "engine.gguf_tokenizer", "engine.tokenizer", "engine.detokenizer", "engine.text"),
     ("engine.template_limits", "engine.template_sandbox", "engine.chat_template"),
     ("engine.vllm_flags", "engine.option_values", "engine.options"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from engine.config import RopeConfig
+from engine.config import PrefixLmConfig, RopeConfig
 from engine.model_config.fields import Fields, is_int
 
 # what transformers, or for Qwen 1 the code beside the checkpoint, takes for keys that are absent
@@ -63,6 +63,27 @@ CPM1_NAMES = {
     "rms_norm_eps": "layer_norm_epsilon",
 }
 CPM1_ACTIVATIONS = ("gelu_new", "gelu", "gelu_pytorch_tanh", "relu", "silu")
+CPM_ANT = {
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "dim_head": 128,
+    "hidden_size": 4096,
+    "dim_ff": 10240,
+    "vocab_size": 30720,
+    "eps": 1e-6,
+    "position_bias_num_buckets": 512,
+    "position_bias_max_distance": 2048,
+    "prompt_types": 32,
+    "prompt_length": 32,
+    "segment_types": 32,
+}
+CPM_ANT_NAMES = {
+    "head_dim": "dim_head",
+    "intermediate_size": "dim_ff",
+    "max_position_embeddings": "position_bias_max_distance",
+    "rms_norm_eps": "eps",
+}
+CPM_ANT_PROMPT = 2  # of prompt_types, the vectors in use
 DEEPSEEK_VL = {
     "hidden_size": 4096,
     "intermediate_size": 11008,
@@ -133,6 +154,27 @@ def cpm1(fields: Fields) -> dict[str, Any]:
     _check_scaled(fields)
     inner = {"intermediate_size": 4 * _size(fields, "hidden_size")} if fields.value("intermediate_size") is None else {}
     return {"norm": "layernorm", "qkv_bias": True, "o_bias": True, "mlp_bias": True, **inner}
+
+
+def cpm_ant(fields: Fields) -> dict[str, Any]:
+    """The learned vectors stand behind the tokens in the embedding, prompt_length of each type."""
+    keys = ("prompt_types", "prompt_length", "segment_types", "position_bias_num_buckets")
+    prompt_types, length, segments, buckets = (_size(fields, key) for key in keys)
+    for key, low, found in (("prompt_types", 3, prompt_types), ("segment_types", 3, segments), (keys[3], 4, buckets)):
+        if found < low:
+            fields.problem(f"{key} must be at least {low}, found {found}")
+    max_distance = _size(fields, "max_position_embeddings")
+    if max_distance <= buckets // 4:
+        fields.problem(f"position_bias_max_distance must be above a quarter of {keys[3]}, found {max_distance}")
+    first = _size(fields, "vocab_size") + CPM_ANT_PROMPT * length
+    prefix_lm = PrefixLmConfig(
+        soft_prompt_ids=tuple(range(first, first + length)),
+        num_embeddings=_size(fields, "vocab_size") + prompt_types * length,
+        segment_types=segments,
+        num_buckets=buckets,
+        max_distance=max_distance,
+    )
+    return {"hidden_act": "gelu", "tie_word_embeddings": False, "prefix_lm": prefix_lm}
 
 
 def _check_scaled(fields: Fields) -> None:

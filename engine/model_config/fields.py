@@ -18,6 +18,7 @@ LARGEST = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 2**24),
     **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), 2**26),
     **dict.fromkeys(("model_max_length", "seq_length"), 2**26),
+    **dict.fromkeys(("prompt_types", "prompt_length", "segment_types", "position_bias_num_buckets"), 2**12),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 1024),
     **dict.fromkeys(("n_shared_experts", "n_group", "topk_group"), 1024),
     **dict.fromkeys(("decoder_sparse_step", "moe_layer_freq", "first_k_dense_replace"), 4096),

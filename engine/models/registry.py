@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from engine.config import ModelConfig
-from engine.models import command_r, cpm1, deepseek, deepseek_vl, llama, minicpm, minicpm3, qwen1
+from engine.models import command_r, cpm1, cpm_ant, deepseek, deepseek_vl, llama, minicpm, minicpm3, qwen1
 from engine.models.model import Model
 from engine.models.moe import MIXTRAL, QWEN
 from engine.ops import OpTable
@@ -43,4 +43,5 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "MiniCPM3ForCausalLM": Architecture(minicpm3.weight_map, minicpm3.build),
     "QWenLMHeadModel": Architecture(qwen1.weight_map, qwen1.build),
     "GPT2LMHeadModel": Architecture(cpm1.weight_map, cpm1.build),
+    "CpmAntForCausalLM": Architecture(cpm_ant.weight_map, cpm_ant.build),
 }

@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from conformance.attention_biased import SEQS
 from conformance.case import Case
 from conformance.check import check, in_dtype, same_bits
 from conformance.suite import cases, rerun_command, target_ops
@@ -40,6 +41,7 @@ def test_what_is_skipped_and_why() -> None:
         "embedding wide",
         *(f"activation plain-{name}" for name in ("gelu_new", "gelu", "relu", "silu")),
         "mla write-padding",
+        *(f"attention_biased {name}" for name in SEQS),
         "rope padding",
         "attention decode-no-sequence",
         "attention decode-empty-sequence",

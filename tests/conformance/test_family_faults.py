@@ -22,6 +22,10 @@ FAULTS = [  # file of engine.models, golden model, what is written there, what i
     ("cpm1", "cpm1", 'weights.arrays[f"{dest}.bias"])', "None)"),
     ("cpm1", "cpm1", "config.hidden_act", '"relu"'),
     ("cpm1", "cpm1", "ops.kv_cache_write(k, v,", "ops.kv_cache_write(v, k,"),
+    ("cpm_ant", "cpm_ant", "batch.positions >= num_soft", "batch.positions > num_soft"),
+    ("cpm_ant", "cpm_ant", "batch.two_way_lens", "0 * batch.two_way_lens"),
+    ("cpm_ant", "cpm_ant", "(PROMPT_SEGMENT, TOKEN_SEGMENT))", "(TOKEN_SEGMENT, PROMPT_SEGMENT))"),
+    ("cpm_ant", "cpm_ant", "config.hidden_act", '"silu"'),
 ]
 
 
@@ -34,4 +38,4 @@ def test_a_fault_in_a_family_is_caught(
     mine = {name: faulty for name, known in ARCHITECTURES.items() if known.build.__module__ == f"engine.models.{stem}"}
     assert mine
     monkeypatch.setattr(conformance.engine_run, "ARCHITECTURES", dict(ARCHITECTURES) | mine)
-    assert "logits" in str(caught(cases_of("llama", f"forward-{golden}-"), OPS))
+    assert "logits" in str(caught(cases_of("llama", f"forward-{golden}"), OPS))

@@ -21,6 +21,7 @@ def plan_of(
         num_logits=np.array(num_logits, np.int32),
         samples=np.array(num_logits, np.int32) > 0,
         rope_lens=np.zeros(len(starts), np.int32),
+        two_way_lens=np.zeros(len(starts), np.int32),
         num_decodes=num_decodes,
     )
 

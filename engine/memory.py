@@ -99,22 +99,44 @@ def _workspace(config: EngineConfig, model: Model, max_model_len: int) -> dict[s
     """
     geometry = model.config
     rows = config.max_num_batched_tokens
-    qkv = (geometry.n_heads + 2 * geometry.n_kv_heads) * geometry.head_dim
-    layer = rows * (2 * qkv + mlp_numbers(geometry) + 4 * geometry.hidden_size)
+    prefilling, decoding = attention_numbers(geometry)
+    layer = rows * (prefilling + mlp_numbers(geometry) + 4 * geometry.hidden_size) + config.max_num_seqs * decoding
     blocks = -(-max_model_len // config.block_size)
     whole = min(blocks, config.num_gpu_blocks_override or blocks) * config.block_size  # no sequence outgrows the pool
     gathered = min(max(DECODE_TILE, whole), config.max_num_seqs * whole)  # tokens held at once
-    keys = 2 * gathered * geometry.n_kv_heads * geometry.head_dim
-    scores = 2 * max(
-        gathered * geometry.n_heads,  # of decoding
-        QUERY_TILE * (geometry.n_heads // geometry.n_kv_heads) * whole,  # of a prompt
-    )
     logits = 3 * max(PROMPT_LOGPROB_ROWS, config.max_num_seqs) * geometry.vocab_size
     return {
         "max_num_batched_tokens": FLOAT32 * layer,
-        "max_model_len": FLOAT32 * (keys + scores),
+        "max_model_len": FLOAT32 * key_numbers(geometry, gathered, whole),
         "max_num_seqs": FLOAT32 * logits,
     }
+
+
+def attention_numbers(geometry: ModelConfig) -> tuple[int, int]:
+    """Numbers that attention holds at once for a row, keys apart; and what a decoding row needs besides."""
+    n_heads, mla = geometry.n_heads, geometry.mla
+    if mla is None:
+        return 2 * (n_heads + 2 * geometry.n_kv_heads) * geometry.head_dim, 0
+    width = mla.kv_lora_rank + mla.qk_rope_head_dim
+    heads = n_heads * (3 * geometry.head_dim + mla.v_head_dim)
+    decoding = n_heads * (3 * width + 2 * mla.kv_lora_rank + 2 * mla.v_head_dim)  # queries as wide as a latent
+    return heads + 2 * ((mla.q_lora_rank or 0) + width), decoding
+
+
+def key_numbers(geometry: ModelConfig, gathered: int, whole: int) -> int:
+    """Numbers of keys, values and scores of a tile.
+
+    Args:
+        gathered: tokens of the sequences that decode together.
+        whole: tokens of the longest sequence.
+    """
+    n_heads, mla = geometry.n_heads, geometry.mla
+    if mla is None:
+        keys = 2 * gathered * geometry.n_kv_heads * geometry.head_dim
+        return keys + 2 * max(gathered * n_heads, QUERY_TILE * (n_heads // geometry.n_kv_heads) * whole)
+    width = mla.kv_lora_rank + mla.qk_rope_head_dim
+    expanded = geometry.head_dim + mla.qk_nope_head_dim + mla.v_head_dim  # of one head
+    return max(gathered * (width + 2 * n_heads), whole * (width + expanded + 2 * QUERY_TILE))
 
 
 def mlp_numbers(geometry: ModelConfig) -> int:

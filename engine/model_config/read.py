@@ -87,7 +87,7 @@ def summary(config: ModelConfig) -> str:
     rope = config.rope
     text = (
         f"{config.architecture}: {config.n_layers} layers, hidden {config.hidden_size}, {config.n_heads} heads of "
-        f"{config.head_dim}, {config.n_kv_heads} KV heads, vocabulary {config.vocab_size}; "
+        f"{config.head_dim}, {_cached(config)}, vocabulary {config.vocab_size}; "
     )
     if moe := config.moe:
         place = f"in {sum(moe.layers)} of {config.n_layers} layers"
@@ -100,6 +100,12 @@ def summary(config: ModelConfig) -> str:
     if rope.kind == "longrope":
         text += " (prompts up to it use the short factors, longer ones the long factors)"
     return text + f", limit {config.max_position_embeddings}"
+
+
+def _cached(config: ModelConfig) -> str:
+    if config.mla is None:
+        return f"{config.n_kv_heads} KV heads"
+    return f"latents of {config.mla.kv_lora_rank + config.mla.qk_rope_head_dim}"
 
 
 def _architecture(config: dict[str, Any], source: str) -> str:

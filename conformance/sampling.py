@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,18 @@ from numpy.typing import NDArray
 
 from conformance.case import Case, Inputs, Kept, Outputs
 from conformance.inputs import guarded, normal
+from engine.api import SamplingParams
+from engine.logit_edits import NOT_FINITE, NOTHING_LEFT, SAMPLED, SlotEdits, pack_edits
 from engine.ops import OpTable
-from ref.sampling import apply_penalties, greedy, sample, token_logprobs
+from ref.philox import uniform
+from ref.sampling import (
+    apply_logit_bias,
+    apply_mask,
+    apply_penalties,
+    banned_by_bad_words,
+    sample,
+    token_logprobs,
+)
 
 Array = NDArray[Any]
 
@@ -40,10 +50,10 @@ def cases() -> list[Case]:
     found += [_sample("all", kind, 300, FILTERS["all"]) for kind in ("banned", "not-finite")]
     found += [_sample("all-one-token", "spread", 1, FILTERS["all"])]
     found += [_sample("all-large", "spread", 5003, FILTERS["all"], 4), _sample("plain-large", "spread", 5003, {}, 4)]
-    found += [_rows_case("greedy", kind, _greedy) for kind in KINDS]
-    found += [_rows_case(f"logprobs-{k}", kind, partial(_logprobs, k=k)) for k in (0, 1, 20) for kind in KINDS[:2]]
-    found += [_rows_case("logprobs-beyond", "spread", partial(_logprobs, k=400))]
-    return found + [_penalties(name, *values) for name, values in PENALTIES.items()]
+    found += [_sample("greedy", kind, 333, {"temperature": 0.0}) for kind in KINDS]
+    found += [_logprobs(k, kind) for k in (0, 1, 20) for kind in KINDS[:2]] + [_logprobs(400, "spread")]
+    found += [_penalties(name, *values) for name, values in PENALTIES.items()]
+    return found + [_edits(kind) for kind in ("spread", "not-finite")]
 
 
 def _logits(rng: np.random.Generator, kind: str, num_rows: int, vocab_size: int) -> NDArray[np.float32]:
@@ -70,9 +80,9 @@ def _sample(name: str, kind: str, vocab_size: int, filters: dict[str, Any], num_
         name=f"sample-{name}-{kind}",
         axes={**axes, **filters},
         make_inputs=partial(_sample_inputs, **axes, filters=filters),
-        reference=lambda **inputs: {"token_ids": sample(**inputs)},
-        candidate=lambda ops, **inputs: {"token_ids": ops.sampling.sample(**inputs)},
-        disturb=partial(_disturb, outputs=("token_ids",)),
+        reference=_sample_reference,
+        candidate=_sample_candidate,
+        disturb=partial(_disturb, outputs=("token_ids", "status")),
     )
 
 
@@ -84,13 +94,31 @@ def _sample_inputs(seed: int, num_rows: int, vocab_size: int, kind: str, filters
     for name, value in (usual | filters).items():
         dtype = np.int64 if name == "top_k" else np.float64
         inputs[name] = np.resize(np.array(value, dtype), num_rows)
-    uniforms = np.zeros(num_rows, np.float32)
+    for name in ("position", "stream"):
+        inputs[name] = rng.integers(0, 2**40, num_rows)
+    seeds = np.zeros(num_rows, np.uint64)
     unsettled = np.arange(num_rows)
     while len(unsettled):
-        uniforms[unsettled] = rng.integers(0, 2**24, len(unsettled)) / 2**24
-        rows = {name: value[unsettled] for name, value in (inputs | {"uniforms": uniforms}).items()}
-        unsettled = unsettled[~_is_settled(rows)]
-    return {**inputs, "uniforms": uniforms}
+        seeds[unsettled] = rng.integers(0, 2**64, len(unsettled), np.uint64)
+        rows = {name: value[unsettled] for name, value in (inputs | {"seed": seeds}).items()}
+        unsettled = unsettled[~_is_settled(_with_uniforms(**rows))]
+    return {**inputs, "seed": seeds}
+
+
+def _with_uniforms(seed: Array, position: Array, stream: Array, **inputs: Array) -> Inputs:
+    """The arguments of ref.sample."""
+    return {**inputs, "uniforms": uniform(seed, position, stream)}
+
+
+def _sample_reference(**inputs: Array) -> Outputs:
+    token_ids = sample(**_with_uniforms(**inputs))
+    best = np.take_along_axis(inputs["logits"], token_ids[:, None].astype(np.int64), axis=1)[:, 0]
+    return {"token_ids": token_ids, "status": np.where(np.isfinite(best), SAMPLED, NOT_FINITE).astype(np.int32)}
+
+
+def _sample_candidate(ops: OpTable, **inputs: Array) -> Outputs:
+    token_ids, status = ops.sampling.to_host(ops.sampling.sample_rows(**inputs))
+    return {"token_ids": token_ids, "status": status}
 
 
 def _is_settled(rows: Inputs) -> NDArray[np.bool_]:
@@ -109,40 +137,29 @@ def _sides(values: Array) -> tuple[Array, ...]:
     return (values - BORDER * inner * values, values + BORDER * inner * values) if inner.any() else (values,)
 
 
-# ---- greedy and logprobs: rows of logits in, a few numbers a row out
+# ---- logprobs
 
 
-def _rows_case(name: str, kind: str, outputs_of: Callable[[Any, Array], Outputs]) -> Case:
+def _logprobs(k: int, kind: str) -> Case:
     axes: dict[str, Any] = {"num_rows": NUM_ROWS, "vocab_size": 333, "kind": kind}
     return Case(
         stem="sampling",
-        name=f"{name}-{kind}",
-        axes=axes,
-        make_inputs=partial(_row_inputs, **axes),
-        reference=partial(outputs_of, _REF),
-        candidate=lambda ops, logits: outputs_of(ops.sampling, logits),
-        disturb=partial(_disturb, outputs=("token_ids", "own", "top_ids", "top")),
+        name=f"logprobs-{k}-{kind}",
+        axes={**axes, "k": k},
+        make_inputs=lambda seed: _row_inputs(seed, **axes) | {"k": k},
+        reference=lambda **inputs: _logprob_outputs(*token_logprobs(**inputs)),
+        candidate=lambda ops, **inputs: _logprob_outputs(*ops.sampling.token_logprobs(**inputs)),
+        disturb=partial(_disturb, outputs=("own", "top_ids", "top")),
     )
 
 
-class _REF:
-    """The names of ref.sampling that an op table's sampling has too."""
-
-    greedy = staticmethod(greedy)
-    token_logprobs = staticmethod(token_logprobs)
-
-
 def _row_inputs(seed: int, num_rows: int, vocab_size: int, kind: str) -> Inputs:
-    return {"logits": guarded(_logits(np.random.default_rng(seed), kind, num_rows, vocab_size), num_axes=1)}
+    logits = _logits(np.random.default_rng(seed), kind, num_rows, vocab_size)
+    token_ids = (np.arange(num_rows, dtype=np.int32) * 31) % vocab_size
+    return {"logits": guarded(logits, num_axes=1), "token_ids": token_ids}
 
 
-def _greedy(ops: Any, logits: Array) -> Outputs:
-    return {"token_ids": ops.greedy(logits)}
-
-
-def _logprobs(ops: Any, logits: Array, k: int) -> Outputs:
-    token_ids = (np.arange(len(logits), dtype=np.int32) * 31) % logits.shape[1]
-    own, top_ids, top = ops.token_logprobs(logits, token_ids, k)
+def _logprob_outputs(own: Array, top_ids: Array, top: Array) -> Outputs:
     return {"own": own[:, None], "top_ids": top_ids, "top": top}
 
 
@@ -178,7 +195,7 @@ def _penalties(
         name=name,
         axes={**axes, **factors},
         make_inputs=lambda seed: _penalty_inputs(seed, **axes) | factors,
-        reference=lambda **inputs: {"logits": apply_penalties(**inputs)},
+        reference=lambda logits, **inputs: {"logits": apply_penalties(logits[0], **inputs)[None]},
         candidate=_penalty_candidate,
         changes=("logits",),
     )
@@ -188,15 +205,73 @@ def _penalty_inputs(seed: int, num_prompt: int, num_output: int, vocab_size: int
     rng = np.random.default_rng(seed)
     prompt_ids, output_ids = (rng.integers(0, vocab_size, n) for n in (num_prompt, num_output))
     return {
-        "logits": guarded(_logits(rng, "banned" if num_prompt == 9 else "spread", 1, vocab_size)[0]),
+        "logits": guarded(_logits(rng, "banned" if num_prompt == 9 else "spread", 1, vocab_size), num_axes=1),
         "prompt_ids": prompt_ids,
         "output_ids": output_ids,
     }
 
 
-def _penalty_candidate(ops: OpTable, logits: Array, prompt_ids: Array, output_ids: Array, **factors: float) -> Outputs:
-    """The engine's own function is told each seen id once, and how often the output has it."""
-    seen_ids = np.unique(np.concatenate([prompt_ids, output_ids]))
-    output_counts = np.bincount(output_ids, minlength=len(logits))[seen_ids]
-    ops.sampling.apply_penalties(logits, seen_ids, output_counts, *factors.values())
+def _penalty_candidate(ops: OpTable, logits: Array, prompt_ids: Array, output_ids: Array, **factors: Any) -> Outputs:
+    sampling = replace(SamplingParams(), **factors)
+    one = SlotEdits(sampling, prompt_ids.tolist(), output_ids.tolist(), (), logits.shape[1])
+    ops.sampling.edit_logits(logits, pack_edits([0], [one], np.array([len(output_ids)]), [False]))
     return {"logits": logits}
+
+
+# ---- all edits
+
+EDITED_VOCAB = 203
+EDITED = {  # row → what it does; two rows of the batch do nothing
+    0: SamplingParams(repetition_penalty=1.3, frequency_penalty=0.2, logit_bias={3: -100.0, 5: 2.5, 7: -1.0, 202: 9.0}),
+    1: SamplingParams(logit_bias={0: -100.0, 1: 3.0}),
+    2: SamplingParams(allowed_token_ids=(0, 5, 31, 32, 33, 64, 201, 202), logit_bias={5: -100.0, 6: 50.0, 31: 1.0}),
+    4: SamplingParams(allowed_token_ids=(202,), presence_penalty=0.5, bad_words_ids=((3,), (9, 10))),
+    5: SamplingParams(allowed_token_ids=(4, 8), bad_words_ids=((4,), (8,))),
+    6: SamplingParams(min_tokens=4, stop_token_ids=(11, 12), bad_words_ids=((8, 9, 13), (7, 9, 14))),
+}
+EDITED_PROMPT, EDITED_OUTPUT = (5, 202, 5, 77), (5, 8, 9)
+
+
+def _edits(kind: str) -> Case:
+    axes: dict[str, Any] = {"num_rows": 8, "vocab_size": EDITED_VOCAB, "kind": kind}
+    return Case(
+        stem="sampling",
+        name=f"edits-{kind}",
+        axes=axes,
+        make_inputs=lambda seed: {
+            "logits": guarded(_logits(np.random.default_rng(seed), kind, 8, EDITED_VOCAB), num_axes=1)
+        },
+        reference=_edit_reference,
+        candidate=_edit_candidate,
+        changes=("logits",),
+    )
+
+
+def _edit_reference(logits: Array) -> Outputs:
+    edited, reasons = logits.copy(), np.full(len(logits), NOT_FINITE, np.int32)
+    for row, sampling in EDITED.items():
+        if np.isfinite(logits[row].max()):
+            edited[row] = _edited_row(logits[row], sampling)
+            reasons[row] = NOTHING_LEFT
+    return {"logits": edited, "reasons": reasons, "raw": logits[[2, 6]]}
+
+
+def _edited_row(row: Array, sampling: SamplingParams) -> Array:
+    factors = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    row = apply_penalties(row, EDITED_PROMPT, EDITED_OUTPUT, *factors)
+    row = apply_logit_bias(row, sampling.logit_bias)
+    allowed = np.ones(EDITED_VOCAB, np.bool_)
+    if sampling.allowed_token_ids is not None:
+        allowed = np.isin(np.arange(EDITED_VOCAB), sampling.allowed_token_ids)
+    allowed[banned_by_bad_words(sampling.bad_words_ids, EDITED_OUTPUT)] = False
+    if len(EDITED_OUTPUT) < sampling.min_tokens:
+        allowed[[2, *sampling.stop_token_ids]] = False
+    return apply_mask(row, allowed)
+
+
+def _edit_candidate(ops: OpTable, logits: Array) -> Outputs:
+    slots = [SlotEdits(s, EDITED_PROMPT, EDITED_OUTPUT, (2,), EDITED_VOCAB) for s in EDITED.values()]
+    num_output = np.full(len(slots), len(EDITED_OUTPUT))
+    edits = pack_edits(list(EDITED), slots, num_output, [row in (2, 6) for row in EDITED])
+    reasons, raw = ops.sampling.edit_logits(logits, edits)
+    return {"logits": logits, "reasons": ops.sampling.to_host(reasons), "raw": ops.sampling.to_host(raw)}

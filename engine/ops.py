@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from numpy.typing import NDArray
+
 from engine.cpu import activation, attention, kv_cache, layernorm, linear, mla, moe, rmsnorm, rope, sampling
 from engine.cpu.team import Team
+from engine.logit_edits import LogitEdits
 from engine.weights import LinearWeight
 from ref import embedding, moe_routing
 from ref.activation import act
@@ -20,30 +23,36 @@ from ref.attention import logn_scale
 from ref.attention_biased import attention_biased
 
 Array = Any
+Numbers = NDArray[Any]  # of the host
 
 
 class SamplingOps(Protocol):
-    """The part of the op table that the sampler uses, on logits [num_rows, vocab] float32 or rows of them."""
+    """The part of the op table that the sampler uses, on logits [num_rows, vocab] float32 of the target.
 
-    def uniform(self, seed: Array, position: Array, stream: Array) -> Array: ...
+    All other arguments, and what token_logprobs and to_host return, are NumPy arrays. engine.cpu.sampling says what
+    each function takes and gives.
+    """
 
-    def greedy(self, logits: Array) -> Array: ...
+    def edit_logits(self, logits: Array, edits: LogitEdits) -> tuple[Array, Array]: ...
 
-    def sample(
-        self, logits: Array, temperature: Array, top_k: Array, top_p: Array, min_p: Array, uniforms: Array
-    ) -> Array: ...
-
-    def apply_penalties(
+    def sample_rows(
         self,
         logits: Array,
-        seen_ids: Array,
-        output_counts: Array,
-        repetition_penalty: float,
-        presence_penalty: float,
-        frequency_penalty: float,
-    ) -> None: ...
+        temperature: Numbers,
+        top_k: Numbers,
+        top_p: Numbers,
+        min_p: Numbers,
+        seed: Numbers,
+        position: Numbers,
+        stream: Numbers,
+        reasons: Array | None = None,
+    ) -> Array: ...
 
-    def token_logprobs(self, logits: Array, token_ids: Array, k: int) -> tuple[Array, Array, Array]: ...
+    def token_logprobs(
+        self, logits: Array, token_ids: Numbers, k: int, rows: Numbers | None = None, raw: Array | None = None
+    ) -> tuple[Numbers, Numbers, Numbers]: ...
+
+    def to_host(self, array: Array) -> NDArray[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +61,7 @@ class OpTable:
 
     embedding: Callable[[Array, Array], Array]  # (token_ids, table)
     linear: Callable[[Array, LinearWeight], Array]  # (x, weight)
+    logits: Callable[[Array, LinearWeight], Array]  # linear, in float32 whatever the type of x
     rmsnorm: Callable[[Array, Array, float], Array]  # (x, weight, eps)
     add_rmsnorm: Callable[[Array, Array, Array, float], tuple[Array, Array]]  # (x, residual, weight, eps)
     layernorm: Callable[[Array, Array, Array | None, float], Array]  # (x, weight, bias, eps)
@@ -84,6 +94,7 @@ def cpu_ops(num_threads: int = 1) -> OpTable:
     return OpTable(
         embedding=embedding.embedding,
         linear=partial(linear.linear, team=team),
+        logits=partial(linear.linear, team=team),
         rmsnorm=rmsnorm.rmsnorm,
         add_rmsnorm=rmsnorm.add_rmsnorm,
         layernorm=layernorm.layernorm,

@@ -20,6 +20,7 @@ LAYERS = (
     ("engine.sampling_params",),
     ("engine.api", "engine.config", "engine.weights", "engine.env", "engine.stats", "engine.messages"),
     ("engine.sequence", "engine.blocks", "engine.batch", "engine.scheduler", "engine.faults", "engine.prefix_lm"),
+    ("engine.logit_edits",),
     ("engine.token_bytes", "engine.gguf_tokenizer", "engine.tokenizer", "engine.detokenizer", "engine.text"),
     ("engine.template_limits", "engine.template_sandbox", "engine.chat_template"),
     ("engine.vllm_flags", "engine.option_values", "engine.options"),
@@ -35,7 +36,7 @@ LAYERS = (
     ("engine.cpu", "engine.kernels", "engine.ops", "engine.rope_table"),
     ("engine.kv_cache", "engine.models.model", "engine.comm"),
     ("engine.models", "engine.checkpoint"),
-    ("engine.sampler", "engine.runner", "engine.memory"),
+    ("engine.sampler", "engine.runner", "engine.memory", "engine.kernels.forward"),
     ("engine.loop",),
     ("engine.build",),
     (

@@ -20,8 +20,8 @@ from engine.ops import OpTable, cpu_ops
 ROOT = Path(__file__).parent.parent
 HELPERS = {"team"}  # engine/cpu/team.py: the threads of a matrix product, no operation
 OTHER_ARGUMENTS = {
-    "sampling.apply_penalties": "ids with their counts, which the sampler keeps: counting a whole text for every token "
-    "would cost more than the penalties",
+    "sampling.apply_penalties": "ids with what each loses, which the sampler keeps: counting a whole text for every "
+    "token would cost more than the penalties",
 }
 
 

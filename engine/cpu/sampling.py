@@ -5,33 +5,93 @@ A row is worked on by itself, as one contiguous array, so what it gives cannot d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.api import GREEDY_TEMPERATURE
+from engine.logit_edits import ALLOWED, BANNED, BIAS, NOT_FINITE, NOTHING_LEFT, PENALTY, SAMPLED, LogitEdits
 from ref.philox import uniform
 
-__all__ = ["apply_penalties", "greedy", "sample", "token_logprobs", "uniform"]
-
 Float32 = NDArray[np.float32]
+Int32 = NDArray[np.int32]
 _SUM_BLOCK = 256  # weights a partial sum; a running sum over a whole row costs more than its exponentials
 
 
-def apply_penalties(
-    logits: Float32,
-    seen_ids: NDArray[np.int64],
-    output_counts: NDArray[np.int64],
-    repetition_penalty: float,
-    presence_penalty: float,
-    frequency_penalty: float,
-) -> None:
-    """ref.apply_penalties on logits [vocab] in place; seen_ids [num_seen] are distinct, output_counts their counts."""
+def edit_logits(logits: Float32, edits: LogitEdits) -> tuple[Int32, Float32]:
+    """Penalties, bias and masks on logits [num_rows, vocab] in place.
+
+    Returns:
+        reasons [num_rows], what it means if the best logit of a row is not finite from now on: NOT_FINITE, or
+        NOTHING_LEFT for an edited row that was usable; a row that was not is left alone. And the rows that edits wants
+        kept, as they were, [num_kept, vocab].
+    """
+    reasons = np.full(len(logits), NOT_FINITE, dtype=np.int32)
+    raw = logits[edits.rows[edits.keeps_raw]]
+    for i, row in enumerate(edits.rows.tolist()):
+        if not np.isfinite(logits[row].max()):
+            continue
+        reasons[row] = NOTHING_LEFT
+        with np.errstate(all="ignore"):  # extreme penalties may reach ±inf, which ends as a bad row
+            _edit_row(logits[row], edits, i)
+    return reasons, raw
+
+
+def _edit_row(logits: Float32, edits: LogitEdits, i: int) -> None:
+    bounds = edits.bounds[i].tolist()
+    parts = [slice(*pair) for pair in pairwise(bounds)]
+    ids = [edits.token_ids[part] for part in parts]
+    if len(ids[PENALTY]):
+        apply_penalties(logits, ids[PENALTY], edits.values[parts[PENALTY]], edits.repetition_penalty[i])
+    logits[ids[BIAS]] += edits.values[parts[BIAS]]
+    if len(ids[ALLOWED]):
+        allowed = logits[ids[ALLOWED]]
+        logits.fill(-np.inf)
+        logits[ids[ALLOWED]] = allowed
+    logits[ids[BANNED]] = -np.inf
+
+
+def apply_penalties(logits: Float32, seen_ids: Int32, penalties: Float32, repetition_penalty: np.float32) -> None:
+    """ref.apply_penalties on logits [vocab] in place.
+
+    Args:
+        seen_ids: [num_seen], distinct.
+        penalties: [num_seen], frequency · count + presence · [count > 0] of each.
+    """
     seen = logits[seen_ids]
-    penalised = np.where(seen > 0, seen / repetition_penalty, seen * repetition_penalty)
-    penalties = frequency_penalty * output_counts + presence_penalty * (output_counts > 0)
-    logits[seen_ids] = penalised - penalties.astype(np.float32)
+    logits[seen_ids] = np.where(seen > 0, seen / repetition_penalty, seen * repetition_penalty) - penalties
+
+
+def sample_rows(
+    logits: Float32,
+    temperature: NDArray[np.float64],
+    top_k: NDArray[np.int64],
+    top_p: NDArray[np.float64],
+    min_p: NDArray[np.float64],
+    seed: NDArray[np.uint64],
+    position: NDArray[np.int64],
+    stream: NDArray[np.int64],
+    reasons: Int32 | None = None,
+) -> Int32:
+    """One id for each row of logits [num_rows, vocab], as ref.sample with the uniforms of ref.philox.
+
+    Args:
+        temperature, top_k, top_p, min_p, seed, position, stream: [num_rows].
+        reasons: [num_rows] of edit_logits; None = nothing was edited.
+    Returns:
+        [2, num_rows]: token ids, and SAMPLED or the reason why a row could not be.
+    """
+    draws = np.flatnonzero(temperature >= GREEDY_TEMPERATURE)
+    if len(draws):
+        uniforms = np.zeros(len(logits), dtype=np.float32)
+        uniforms[draws] = uniform(seed[draws], position[draws], stream[draws])
+        token_ids = sample(logits, temperature, top_k, top_p, min_p, uniforms)
+    else:
+        token_ids = greedy(logits)
+    usable = np.isfinite(logits[np.arange(len(token_ids)), token_ids])
+    return np.stack([token_ids, np.where(usable, SAMPLED, NOT_FINITE if reasons is None else reasons).astype(np.int32)])
 
 
 def greedy(logits: Float32) -> NDArray[np.int32]:
@@ -132,14 +192,23 @@ def _draw(weights: Float32, uniform: float) -> int:
 
 
 def token_logprobs(
-    logits: Sequence[Float32] | Float32, token_ids: NDArray[np.int32], k: int
+    logits: Float32, token_ids: Int32, k: int, rows: Int32 | None = None, raw: Float32 | None = None
 ) -> tuple[Float32, NDArray[np.int64], Float32]:
-    """ref.token_logprobs: [num_rows], [num_rows, min(k, vocab)] twice. logits may also be a list of rows [vocab]."""
-    num_top = min(k, len(logits[0])) if len(logits) else k
-    own = np.empty(len(logits), dtype=np.float32)
-    top_ids = np.empty((len(logits), num_top), dtype=np.int64)
-    top = np.empty((len(logits), num_top), dtype=np.float32)
-    for i, row in enumerate(logits):
+    """ref.token_logprobs of the wanted rows: [num_wanted], [num_wanted, min(k, vocab)] twice.
+
+    Args:
+        token_ids: [num_wanted].
+        rows: [num_wanted], those of logits [num_rows, vocab] that are wanted; ~i, which is negative, is row i of raw.
+            None = all of logits, in order. They must be usable.
+        raw: [num_kept, vocab], rows as they were before edit_logits.
+    """
+    wanted = np.arange(len(logits)) if rows is None else rows
+    num_top = min(k, logits.shape[1])
+    own = np.empty(len(wanted), dtype=np.float32)
+    top_ids = np.empty((len(wanted), num_top), dtype=np.int64)
+    top = np.empty((len(wanted), num_top), dtype=np.float32)
+    for i, wanted_row in enumerate(wanted.tolist()):
+        row = logits[wanted_row] if wanted_row >= 0 or raw is None else raw[~wanted_row]
         best = row.max()
         log_total = np.log(np.exp(row - best).sum(dtype=np.float64))
         own[i] = row[token_ids[i]] - best - log_total
@@ -148,3 +217,8 @@ def token_logprobs(
             top_ids[i] = ids[np.argsort(-row[ids], kind="stable")]
             top[i] = row[top_ids[i]] - best - log_total
     return own, top_ids, top
+
+
+def to_host(array: NDArray[Any]) -> NDArray[Any]:
+    """The array itself: it is there already."""
+    return array

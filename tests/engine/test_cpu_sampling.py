@@ -154,5 +154,6 @@ def test_penalties_equal_ref_bitwise(row: np.ndarray, seed: int, repetition: flo
     seen = np.union1d(prompt, output)
     counts = np.bincount(output, minlength=len(row))[seen]
     expected = ref.apply_penalties(row, prompt, output, repetition, 0.7, -0.3)
-    cpu.apply_penalties(row, seen, counts, repetition, 0.7, -0.3)
+    penalties = (-0.3 * counts + 0.7 * (counts > 0)).astype(np.float32)
+    cpu.apply_penalties(row, seen.astype(np.int32), penalties, np.float32(repetition))
     assert row.tobytes() == expected.tobytes()

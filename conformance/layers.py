@@ -1,9 +1,10 @@
 """The engine and ref layer by layer on one checkpoint, and the first place where they part.
 
 The engine prefills all but the last tokens of a prompt and decodes those one by one, so that both kinds of step are
-seen; ref makes one pass without a cache. What is compared, in the order in which it is computed: what goes into the
-cache, which experts are chosen, what a piece adds to the residual, the residual after it, the logits. The limit of
-each is the rule of conformance.tolerance, made from the error of ref in float32 at the same place.
+seen, unless the model reads a prompt both ways; ref makes one pass without a cache. What is compared, in the order in
+which it is computed: what goes into the cache, which experts are chosen, what a piece adds to the residual, the
+residual after it, the logits. The limit of each is the rule of conformance.tolerance, made from the error of ref in
+float32 at the same place.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from numpy.typing import NDArray
 from conformance.compare import compare
 from conformance.engine_run import make_runner, run_step, shuffled_blocks
 from conformance.tolerance import RULE
+from engine.checkpoint.loader import load_model_config
+from engine.checkpoint.source import resolve
 from engine.comm.communicator import OneRank
 from engine.kv_cache import KVCache
 from engine.ops import OpTable
@@ -64,9 +67,9 @@ def compare_layers(folder: Path, ops: OpTable, token_ids: Sequence[int]) -> list
 
 
 def prompt_for(folder: Path, seed: int) -> list[int]:
-    """NUM_TOKENS random ids of the model's vocabulary."""
+    """NUM_TOKENS random ids of the model's vocabulary; 0 is padding in some."""
     vocab_size = read_config(folder).vocab_size
-    return np.random.default_rng(seed).integers(0, vocab_size, NUM_TOKENS).tolist()
+    return np.random.default_rng(seed).integers(1, vocab_size, NUM_TOKENS).tolist()
 
 
 def ref_layers(folder: Path, token_ids: Sequence[int], dtype: str) -> Arrays:
@@ -93,13 +96,15 @@ def ref_layers(folder: Path, token_ids: Sequence[int], dtype: str) -> Arrays:
 def engine_layers(folder: Path, ops: OpTable, token_ids: Sequence[int]) -> Arrays:
     """The same from the engine."""
     recorder = Recorder()
+    soft_prompt_ids = load_model_config(resolve(str(folder))).soft_prompt_ids
+    num_tokens, token_ids = len(token_ids), [*soft_prompt_ids, *token_ids]
     runner = make_runner(folder, recorder.listen(ops), [token_ids], partial(HeardRank, recorder=recorder))
     recorder.pieces = [piece.name for piece in runner.model.pieces]
-    num_prefilled = max(1, len(token_ids) - NUM_DECODED)
+    num_prefilled = len(token_ids) if soft_prompt_ids else max(1, len(token_ids) - NUM_DECODED)
     steps = [(0, num_prefilled), *((done, 1) for done in range(num_prefilled, len(token_ids)))]
     for done, count in steps:
         hidden = run_step(runner, [0], [token_ids], [done], [count])
-        recorder.keep("logits", runner.model.logits(hidden))
+        recorder.keep("logits", runner.model.logits(hidden[-num_tokens:]))
     found = {name: np.concatenate(parts) for name, parts in recorder.parts.items()}
     return found | dict(_cached(runner.cache, shuffled_blocks([token_ids])[0], len(token_ids)))
 

@@ -107,7 +107,7 @@ def _workspace(config: EngineConfig, model: Model, max_model_len: int) -> dict[s
     logits = 3 * max(PROMPT_LOGPROB_ROWS, config.max_num_seqs) * geometry.vocab_size
     return {
         "max_num_batched_tokens": FLOAT32 * layer,
-        "max_model_len": FLOAT32 * key_numbers(geometry, gathered, whole),
+        "max_model_len": FLOAT32 * key_numbers(geometry, gathered, whole, rows),
         "max_num_seqs": FLOAT32 * logits,
     }
 
@@ -123,16 +123,19 @@ def attention_numbers(geometry: ModelConfig) -> tuple[int, int]:
     return heads + 2 * ((mla.q_lora_rank or 0) + width), decoding
 
 
-def key_numbers(geometry: ModelConfig, gathered: int, whole: int) -> int:
+def key_numbers(geometry: ModelConfig, gathered: int, whole: int, rows: int) -> int:
     """Numbers of keys, values and scores of a tile.
 
     Args:
         gathered: tokens of the sequences that decode together.
         whole: tokens of the longest sequence.
+        rows: tokens of a step.
     """
     n_heads, mla = geometry.n_heads, geometry.mla
     if mla is None:
         keys = 2 * gathered * geometry.n_kv_heads * geometry.head_dim
+        if geometry.prefix_lm is not None:  # scores of all heads at once, and distances in 64 bits
+            return keys + min(rows, whole) * whole * (4 * n_heads + 24)
         return keys + 2 * max(gathered * n_heads, QUERY_TILE * (n_heads // geometry.n_kv_heads) * whole)
     width = mla.kv_lora_rank + mla.qk_rope_head_dim
     expanded = geometry.head_dim + mla.qk_nope_head_dim + mla.v_head_dim  # of one head

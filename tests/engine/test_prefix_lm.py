@@ -1,5 +1,6 @@
 """A model that reads a prompt both ways (CPM-Ant): whole prompts in a step, no shared blocks, and what is refused."""
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,20 @@ def test_a_whole_context_fits(folder: Path) -> None:
     events = list(drain(engine))
     assert [len(event.token_ids) for event in events] == [1] * 4
     assert events[-1].finish_reason == "length"
+
+
+def test_kvm_04_the_longest_prompt_stays_within_the_plan(folder: Path) -> None:
+    """KVM-04: a prompt that fills a step and the context."""
+    settings = {"block_size": 4, "num_gpu_blocks_override": 17, "max_num_seqs": 1, "max_num_batched_tokens": 66}
+    built = build_engine(EngineConfig(model=str(folder), num_threads=1, **settings), progress=False)
+    built.engine.add(request("long", [5] * 63, max_tokens=1))
+    tracemalloc.start()
+    try:
+        list(drain(built.engine))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak <= built.memory.workspace, f"{peak / 1e6:.2f} MB of {built.memory.workspace / 1e6:.2f} MB planned"
 
 
 @pytest.mark.parametrize(

@@ -92,8 +92,8 @@ def summary(config: ModelConfig) -> str:
     if moe := config.moe:
         place = f"in {sum(moe.layers)} of {config.n_layers} layers"
         text += f"{moe.n_experts} experts {place}, {moe.n_experts_per_tok} a token; "
-    text += f"rope {rope.kind}, base {rope.theta:g}"
-    if rope.kind != "default":
+    text += "no rope" if rope.kind == "none" else f"rope {rope.kind}, base {rope.theta:g}"
+    if rope.kind not in ("none", "default", "ntk_alpha"):
         text += f", factor {rope.factor:g}"
     if rope.original_max_position_embeddings:
         text += f", original length {rope.original_max_position_embeddings}"

@@ -17,7 +17,7 @@ from engine.checkpoint.loader import load_model_config, load_weights
 from engine.checkpoint.source import ModelSource
 from engine.config import ModelConfig, RopeConfig
 from engine.errors import CheckpointError, ConfigError
-from engine.model_config.read import model_config_from_hf
+from engine.model_config.read import model_config_from_hf, summary
 from engine.models.registry import ARCHITECTURES
 from engine.rope_table import RopeTable
 from engine.weights import Weights
@@ -136,6 +136,11 @@ def test_cpm1() -> None:
         "cpm1", activation_function="mish"
     )
     assert "scale_attn_by_inverse_layer_idx is not supported" in refusal("cpm1", scale_attn_by_inverse_layer_idx=True)
+
+
+def test_summaries() -> None:
+    assert "no rope, limit 64" in summary(read("cpm1"))
+    assert "rope ntk_alpha, base 10000, original length 64, limit 64" in summary(read("qwen1"))
 
 
 def test_deepseek_vl_reads_its_language_part() -> None:

@@ -94,7 +94,7 @@ def cpu_ops(num_threads: int = 1) -> OpTable:
     return OpTable(
         embedding=embedding.embedding,
         linear=partial(linear.linear, team=team),
-        logits=partial(linear.linear, team=team),
+        logits=partial(linear.logits, team=team),
         rmsnorm=rmsnorm.rmsnorm,
         add_rmsnorm=rmsnorm.add_rmsnorm,
         layernorm=layernorm.layernorm,

@@ -75,13 +75,16 @@ def _yarn(freq: Float64, rope: RopeConfig) -> Float64:
 
 
 class RopeTable:
-    """cos_sin rows by position, and by the length that a sequence chose its table with."""
+    """cos_sin rows by position, and by the length that a sequence chose its table with.
+
+    table [max_model_len, head_dim] float32 has the rows of rope_len 0.
+    """
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_model_len: int) -> None:
         self._rope = rope
         self._head_dim = head_dim
         self._inv_freq = inv_freq(rope, head_dim)
-        self._table = self._cos_sin(np.arange(max_model_len), self._inv_freq)
+        self.table = self._cos_sin(np.arange(max_model_len), self._inv_freq)
 
     def rope_len(self, num_prompt: int) -> int:
         """The table of a sequence, chosen once by its prompt's length and kept through preemption; 0 = the usual.
@@ -98,7 +101,7 @@ class RopeTable:
 
     def rows(self, positions: NDArray[np.int32], token_rope_lens: NDArray[np.int32]) -> NDArray[np.float32]:
         """cos_sin [num_tokens, head_dim] float32, cosines in the first half, for positions [num_tokens]."""
-        rows = self._table[positions]
+        rows = self.table[positions]
         if token_rope_lens.any():
             for rope_len in np.unique(token_rope_lens[token_rope_lens > 0]).tolist():
                 mine = token_rope_lens == rope_len

@@ -32,3 +32,18 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     if bias is not None:
         y = y + bias
     return y
+
+
+def logits(x: Array, weight: Array, bias: Array | None = None) -> Array:
+    """linear of the head, whose output no kernel rounds to the storage type: a vocabulary's logits lie close together.
+
+    Args:
+        x: [num_rows, hidden_size].
+        weight: [vocab_size, hidden_size].
+        bias: [vocab_size] or None.
+    Returns:
+        [num_rows, vocab_size], dtype of x; a kernel over 16-bit weights gives float32.
+
+    Source: composed of linear.
+    """
+    return linear(x, weight, bias)

@@ -16,6 +16,12 @@ class OneRank:
     def __init__(self, ops: OpTable) -> None:
         self._ops = ops
 
+    def norm(self, x: Array, norm: Norm) -> Array:
+        """norm(x), [num_tokens, hidden_size]: what comes before the first piece."""
+        if norm.kind == "layernorm":
+            return self._ops.layernorm(x, norm.weight, norm.bias, norm.eps)
+        return self._ops.rmsnorm(x, norm.weight, norm.eps)
+
     def reduce_add_norm(self, partial: Array, residual: Array, norm: Norm) -> tuple[Array, Array]:
         """(norm(sum of partials + residual), sum of partials + residual), each [num_tokens, hidden_size]."""
         if norm.kind == "layernorm":

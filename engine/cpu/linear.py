@@ -32,3 +32,8 @@ def linear(x: Float32, weight: LinearWeight, *, team: Team) -> Float32:
     if weight.bias is not None:
         y += weight.bias
     return y
+
+
+def logits(x: Float32, weight: LinearWeight, *, team: Team) -> Float32:
+    """linear of the head, [num_rows, hidden_size] → [num_rows, vocab_size]."""
+    return linear(x, weight, team=team)

@@ -53,8 +53,8 @@ def moe_shared_expert(
     x: Float32,
     gate_up_proj: LinearWeight,
     down_proj: LinearWeight,
-    shared_expert_gate: LinearWeight | None,
     *,
+    shared_expert_gate: LinearWeight | None,
     team: Team,
 ) -> Float32:
     """σ(x · gate) · down(silu(gate) · up), without a gate its last factor alone, [num_tokens, hidden_size] → the same.

@@ -65,7 +65,6 @@ def compile_all(instances: Iterable[Instance], arch: str, folder: Path, progress
         KernelError: NVRTC's messages about the first instance that does not compile.
     """
     wanted = list(dict.fromkeys(instances))
-    folder.mkdir(parents=True, exist_ok=True)
     with (
         ThreadPoolExecutor(usable_cores()) as pool,
         tqdm(total=len(wanted), desc="kernels", disable=None if progress else True) as bar,
@@ -147,6 +146,7 @@ def _digest(source: str, entry: str, arch: str) -> str:
 
 def _write(path: Path, content: bytes) -> None:
     """All or nothing: ranks that start together make the same file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}")
     part.write_bytes(content)
     part.replace(path)

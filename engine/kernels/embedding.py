@@ -14,11 +14,13 @@ Array = Any
 MAX_THREADS = 256
 
 
-def embedding(token_ids: Array, table: Array, *, device: Device) -> Array:
+def embedding(token_ids: Array, table: Array, *, out: Array | None = None, device: Device) -> Array:
     """token_ids [num_tokens] int32, table [vocab_size, hidden_size] → [num_tokens, hidden_size], type of table."""
     require("embedding", "token_ids", token_ids, (None,), np.int32)
     require("embedding", "table", table, (None, None))
-    y = device.empty((token_ids.shape[0], table.shape[1]), table.dtype)
+    shape = (token_ids.shape[0], table.shape[1])
+    y = device.empty(shape, table.dtype) if out is None else out
+    require("embedding", "out", y, shape, table.dtype)
     if y.size:
         instance = Instance("embedding", f"embedding<{type_name('embedding', 'table', table)}>")
         pieces = ceil_div(table.shape[1], width(table))

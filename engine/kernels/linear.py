@@ -31,6 +31,17 @@ def linear(x: Array, weight: LinearWeight, *, device: Device) -> Array:
     return y
 
 
+def logits(x: Array, weight: LinearWeight, *, device: Device) -> Array:
+    """linear, rounded to nothing: [num_rows, hidden_size] → [num_rows, vocab_size] float32."""
+    require("logits", "x", x, (None, weight.in_features), weight.tensors["weight"].dtype)
+    y = device.empty((x.shape[0], weight.out_features), np.float32)
+    if y.size:
+        device.matmul(x, weight.tensors["weight"], y)
+        if weight.bias is not None:
+            y += weight.bias
+    return y
+
+
 def _skinny(x: Array, weight: Array, bias: Array | None, y: Array, device: Device) -> None:
     num_tokens, (out_features, in_features) = x.shape[0], weight.shape
     token_tiles = 1 if num_tokens <= 8 else 2

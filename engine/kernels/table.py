@@ -32,6 +32,7 @@ def kernel_ops(device: Device, sampling: SamplingOps) -> OpTable:
     return OpTable(
         embedding=partial(embedding.embedding, device=device),
         linear=partial(linear.linear, device=device),
+        logits=partial(linear.logits, device=device),
         rmsnorm=partial(rmsnorm.rmsnorm, device=device),
         add_rmsnorm=partial(rmsnorm.add_rmsnorm, device=device),
         layernorm=partial(layernorm.layernorm, device=device),
@@ -45,6 +46,7 @@ def kernel_ops(device: Device, sampling: SamplingOps) -> OpTable:
         mla_decode=_missing("latent attention"),
         mla_prefill=_missing("latent attention"),
         mla_split_kv_b=_missing("latent attention"),
+        attention_biased=_missing("attention with a bias"),
         logn_scale=_missing("log-n scaling"),
         act=partial(activation.act, device=device),
         gate_up_act=partial(activation.gate_up_act, device=device),

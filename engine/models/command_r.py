@@ -62,7 +62,7 @@ def build(config: ModelConfig, weights: Weights, ops: OpTable) -> Model:
             for layer in range(config.n_layers)
         ),
         final_norm=Norm(weights.arrays["norm"], config.norm_eps, "layernorm"),
-        logits=lambda hidden: times(ops.linear(hidden, weights.linears["lm_head"]), config.logit_scale),
+        logits=lambda hidden: times(ops.logits(hidden, weights.linears["lm_head"]), config.logit_scale),
         cache_specs=(CacheSpec("full", tuple(range(config.n_layers)), config.n_kv_heads, config.head_dim),),
     )
 

@@ -76,7 +76,7 @@ def build(config: ModelConfig, weights: Weights, ops: OpTable) -> Model:
         embed=embed,
         pieces=tuple(pieces),
         final_norm=Norm(arrays["norm"], config.norm_eps),
-        logits=lambda hidden: ops.linear(hidden, weights.linears["lm_head"]),
+        logits=lambda hidden: ops.logits(hidden, weights.linears["lm_head"]),
         cache_specs=(CacheSpec("full", tuple(range(config.n_layers)), config.n_kv_heads, config.head_dim),),
     )
 

@@ -63,6 +63,6 @@ def decoder(
         embed=lambda batch: ops.embedding(batch.token_ids, table),
         pieces=tuple(pieces),
         final_norm=Norm(weights.arrays["norm"], config.norm_eps),
-        logits=lambda hidden: ops.linear(hidden, weights.linears["lm_head"]),
+        logits=lambda hidden: ops.logits(hidden, weights.linears["lm_head"]),
         cache_specs=(cache_spec,),
     )

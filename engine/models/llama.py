@@ -101,20 +101,23 @@ def attend(
     ops: OpTable,
 ) -> Array:
     """Attention of decoding rows by the one op and of prefilling rows by the other, [num_tokens, n_heads, head_dim]."""
-    num_decodes = batch.num_decodes
+    num_decodes, seq_lens, table = batch.num_decodes, batch.seq_lens, batch.block_table
+    if num_decodes == batch.num_tokens:
+        return ops.attention_decode(q, k_cache, v_cache, table, seq_lens, sm_scale, window)
+    if num_decodes == 0:
+        return ops.attention_prefill(q, k_cache, v_cache, table, batch.cu_seqlens_q, seq_lens, sm_scale, window)
     out = q  # rotated q is not needed again: each row is read before it is overwritten
-    if num_decodes:
-        table, lens = batch.block_table[:num_decodes], batch.seq_lens[:num_decodes]
-        out[:num_decodes] = ops.attention_decode(q[:num_decodes], k_cache, v_cache, table, lens, sm_scale, window)
-    if num_decodes < batch.num_tokens:
-        out[num_decodes:] = ops.attention_prefill(
-            q[num_decodes:],
-            k_cache,
-            v_cache,
-            batch.block_table[num_decodes:],
-            batch.cu_seqlens_q[num_decodes:] - num_decodes,
-            batch.seq_lens[num_decodes:],
-            sm_scale,
-            window,
-        )
+    out[:num_decodes] = ops.attention_decode(
+        q[:num_decodes], k_cache, v_cache, table[:num_decodes], seq_lens[:num_decodes], sm_scale, window
+    )
+    out[num_decodes:] = ops.attention_prefill(
+        q[num_decodes:],
+        k_cache,
+        v_cache,
+        table[num_decodes:],
+        batch.cu_seqlens_q[num_decodes:] - num_decodes,
+        seq_lens[num_decodes:],
+        sm_scale,
+        window,
+    )
     return out

@@ -110,7 +110,7 @@ def moe_mlp(
     if moe.shared_intermediate_size:
         shared = linears[f"{dest}.shared_expert.gate_up_proj"], linears[f"{dest}.shared_expert.down_proj"]
         gate = linears[f"{dest}.shared_expert_gate"] if moe.shared_gate else None
-        out += ops.moe_shared_expert(hidden, *shared, gate)
+        out += ops.moe_shared_expert(hidden, *shared, shared_expert_gate=gate)
     return out
 
 

@@ -1,0 +1,162 @@
+"""A model's forward pass on a GPU: a step's integers go up in one copy, decoding runs as a captured graph.
+
+A graph is captured for a few batch sizes; a step of another size is padded up with rows that touch no block. Steps with
+prompts in them are launched kernel by kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import cupy
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batch import ForwardBatch, StepPlan, build_batch, token_positions, token_sequences
+from engine.comm.communicator import OneRank
+from engine.kernels.embedding import embedding
+from engine.kernels.gpu import Gpu
+from engine.kv_cache import KVCache
+from engine.models.model import Model
+from engine.rope_table import RopeTable
+from engine.weights import Norm
+
+Array = Any
+Int32 = NDArray[np.int32]
+
+FIELDS = ("token_ids", "positions", "cu_seqlens_q", "seq_lens", "slot_mapping", "logits_indices", "block_table")
+NO_ROWS = np.empty((0, 0), np.float32)
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes that get a graph: padding wastes at most half of a small batch and an eighth of a large one."""
+    sizes = [size for size in (1, 2, 4, 8, 12, 16) if size < max_num_seqs]
+    sizes += range(24, min(max_num_seqs, 128), 8)
+    sizes += range(128, max_num_seqs, 16)
+    return sorted({*sizes, max_num_seqs})
+
+
+class GpuForward:
+    """Holds the model, its cache, the graphs and the buffers of a step's integers."""
+
+    def __init__(
+        self,
+        model: Model,
+        comm: OneRank,
+        cache: KVCache,
+        rope: RopeTable,
+        gpu: Gpu,
+        max_num_tokens: int,
+        max_num_seqs: int,
+        table_width: int,
+    ) -> None:
+        self._model, self._comm, self._cache, self._rope, self._gpu = model, comm, cache, rope, gpu
+        self._max_num_seqs, self._table_width = max_num_seqs, table_width
+        norms: list[Norm] = [piece.norm for piece in model.pieces] + [model.final_norm]
+        self._first_norm, self._next_norms = norms[0], norms[1:]
+        self._rope_table = cupy.asarray(rope.table)
+        room = 5 * max_num_tokens + 2 * (max_num_seqs + 1) + max_num_seqs * table_width
+        pinned = cupy.cuda.alloc_pinned_memory(4 * room)
+        self._host: Int32 = np.frombuffer(pinned, np.int32, room)
+        self._device = cupy.empty(room, np.int32)
+        self._cos_sin = cupy.empty((max_num_tokens, self._rope_table.shape[1]), np.float32)
+        self._graphs: dict[int, tuple[Any, Array]] = {}  # by size: the graph, its hidden states
+        self._pool = cupy.cuda.MemoryPool()  # what graphs compute in stays theirs
+
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Runs and captures a decoding step of each size, the largest first: smaller ones fit in its memory."""
+        stream = cupy.cuda.get_current_stream()
+        with cupy.cuda.using_allocator(self._pool.malloc):
+            for size in sorted(sizes, reverse=True):
+                batch = self._upload(self._padding(size), size)
+                self._run(batch)  # what a kernel needs at its first launch cannot be captured
+                stream.synchronize()
+                stream.begin_capture()
+                hidden = self._run(batch)
+                graph = stream.end_capture()
+                graph.upload(stream)
+                self._graphs[size] = (graph, hidden)
+        stream.synchronize()
+
+    def batch(self, plan: StepPlan) -> ForwardBatch:
+        """The arrays of a step, on the GPU; of a decoding step padded to the size of a graph."""
+        is_decode = plan.num_decodes == plan.num_tokens and not plan.rope_lens.any()
+        rows = NO_ROWS
+        if plan.rope_lens.any():
+            rows = self._rope.rows(token_positions(plan), plan.rope_lens[token_sequences(plan)])
+        on_host = build_batch(plan, self._cache.block_size, rows)
+        size = next((size for size in sorted(self._graphs) if size >= plan.num_seqs), None) if is_decode else None
+        return self._upload(on_host, size)
+
+    def __call__(self, batch: ForwardBatch) -> Array:
+        """Final-normed hidden states, [num_tokens, hidden_size]."""
+        found = self._graphs.get(batch.num_tokens) if batch.num_decodes == batch.num_tokens else None
+        if found is None:
+            return self._run(batch)
+        graph, hidden = found
+        graph.launch(cupy.cuda.get_current_stream())
+        return hidden
+
+    def _run(self, batch: ForwardBatch) -> Array:
+        residual = self._model.embed(batch)
+        hidden = self._comm.norm(residual, self._first_norm)
+        for piece, norm in zip(self._model.pieces, self._next_norms, strict=True):
+            partial = piece.forward(hidden, batch, self._cache)
+            hidden, residual = self._comm.reduce_add_norm(partial, residual, norm)
+        return hidden
+
+    def _upload(self, batch: ForwardBatch, size: int | None) -> ForwardBatch:
+        """The batch on the GPU, with size rows if one is given: one copy of all integers."""
+        num_seqs = len(batch.seq_lens)
+        padded = num_seqs if size is None else size
+        placed: dict[str, Array] = {}
+        at = 0
+        for name in FIELDS:
+            value = getattr(batch, name)
+            shape = self._shape(name, value, padded, num_seqs)
+            count = int(np.prod(shape))
+            room = self._host[at : at + count].reshape(shape)
+            fill = {"slot_mapping": -1, "block_table": -1, "cu_seqlens_q": int(batch.cu_seqlens_q[-1])}.get(name, 0)
+            if padded != num_seqs or name == "block_table":
+                room[...] = fill
+            room[tuple(slice(0, n) for n in value.shape)] = value
+            placed[name] = self._device[at : at + count].reshape(shape)
+            at += count
+        self._device[:at].data.copy_from_host_async(
+            self._host.ctypes.data, 4 * at, cupy.cuda.get_current_stream()
+        )
+        if batch.rope_cos_sin.size:
+            cos_sin = cupy.asarray(batch.rope_cos_sin)
+        else:
+            place = self._cos_sin[: len(placed["positions"])]
+            cos_sin = embedding(placed["positions"], self._rope_table, out=place, device=self._gpu)
+        return ForwardBatch(
+            **placed,
+            rope_cos_sin=cos_sin,
+            two_way_lens=batch.two_way_lens,
+            num_decodes=padded if size else batch.num_decodes,
+        )
+
+    def _shape(self, name: str, value: Int32, padded: int, num_seqs: int) -> tuple[int, ...]:
+        if name == "block_table":
+            return padded, self._table_width
+        if padded == num_seqs:
+            return value.shape
+        return (padded + 1,) if name == "cu_seqlens_q" else (padded,)
+
+    def _padding(self, size: int) -> ForwardBatch:
+        """A decoding step of rows that nobody owns."""
+        zeros = np.zeros(size, np.int32)
+        return ForwardBatch(
+            token_ids=zeros,
+            positions=zeros,
+            cu_seqlens_q=np.arange(size + 1, dtype=np.int32),
+            seq_lens=zeros,
+            slot_mapping=np.full(size, -1, np.int32),
+            block_table=np.full((size, self._table_width), -1, np.int32),
+            logits_indices=zeros,
+            rope_cos_sin=NO_ROWS,
+            two_way_lens=zeros,
+            num_decodes=size,
+        )

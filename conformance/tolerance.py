@@ -73,9 +73,9 @@ FORMAT_FLOAT = Tolerance(
 )
 FORMAT_INT8 = Tolerance(
     norm=1e-3,
-    reason="a number that lies between two int8 steps may fall to either side, and moves its token by 1e-3",
+    reason="an activation that rounding puts on the other side of an int8 step moves its token by about 1e-3",
 )
 FORMAT_FP8 = Tolerance(
     norm=5e-3,
-    reason="a number that lies between two fp8 codes may fall to either side, which are 2^-3 of it apart",
+    reason="an activation that rounding puts on the other side of an fp8 code moves its token by about 5e-3",
 )

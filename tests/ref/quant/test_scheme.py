@@ -1,13 +1,13 @@
 """ref.quant.scheme: from the words of a config to weights, and whole folders."""
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from conformance.golden_models import write_stored
 from ref.checkpoint import read_checkpoint
 from ref.quant.awq import awq_pack
 from ref.quant.fp8 import fp8_quantize
@@ -20,20 +20,12 @@ from ref.quant.scheme_config import module_scheme, parse_quantization_config, re
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
 DEEPSEEK = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-TYPE_NAMES = {"float32": "F32", "float16": "F16", "int32": "I32", "int64": "I64", "int8": "I8", "uint8": "F8_E4M3"}
 
 
 def write_folder(folder: Path, tensors: dict[str, np.ndarray], **configs: Any) -> Path:
     """A checkpoint with config.json, or the file of another name; uint8 is written as codes of e4m3."""
     folder.mkdir(exist_ok=True)
-    header, data = {}, b""
-    for name, tensor in tensors.items():
-        end = len(data) + tensor.nbytes
-        kind = TYPE_NAMES[tensor.dtype.name]
-        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [len(data), end]}
-        data += tensor.tobytes()
-    text = json.dumps(header).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    write_stored(folder / "model.safetensors", tensors)
     for name, content in configs.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     return folder

@@ -1,91 +1,113 @@
-// op         linear, defined by ref/linear.py
+// op         linear, defined by ref/linear.py; for few tokens: cuda/linear_tiles.cu is for more
 // maths      y[m, n] = Σ_k x[m, k] · weight[n, k] (+ bias[n])
 // tensors    x [num_tokens, in_features] T, rows x_stride apart; weight [out_features, in_features] T; bias
-//            [out_features] T or null; y [num_tokens, out_features] T. in_features is a multiple of 8, all rows at
-//            multiples of 16 bytes
+//            [out_features] T or null; y [num_tokens, out_features] T. in_features and x_stride are multiples of 8, x and
+//            weight at multiples of 16 bytes
 // a block    owns 16 · kRowTiles rows of the weight and all tokens; its warps share in_features step by step (32
 //            numbers a step) and add up at the end in the order of warps. A thread reads 16 bytes of a row at a time,
 //            straight into the registers that the tensor cores take: no shared memory on the way, each weight once
-// template   T bf16 or fp16; kRowTiles 1, 2 or 4; kTokenTiles 1, 2 or 4 (8 tokens each); kUnroll steps in flight
+// template   T bf16 or fp16; kRowTiles 1, 2 or 4; kTokenTiles 1, 2 or 4 (8 tokens each); kAhead steps of a warp on the
+//            way; kWarps of a block
 // sums       float32, mma by mma in the order of steps within a warp, then warp by warp; one rounding at the end
-// launcher   grid ⌈out_features / (16 · kRowTiles)⌉, block 32 · num_warps (at most 16), shared memory
-//            num_warps · 16 · kRowTiles · 8 · kTokenTiles floats; num_tokens ≤ 8 · kTokenTiles
-#include "ptx.cuh"
+// launcher   grid ⌈out_features / (16 · kRowTiles)⌉, block 32 · kWarps, shared memory kWarps · 8 · kTokenTiles ·
+//            (16 · kRowTiles + 4) floats; num_tokens ≤ 8 · kTokenTiles; prefetch: how many more steps of a warp are
+//            brought to L2 while the kernel before runs
 #include "vec.cuh"
 
 constexpr int kStep = 32;  // numbers of a row that a warp takes at once: 4 threads, 16 bytes each
 
 // A thread's 16 bytes hold in_features 8·pair … 8·pair + 7 of a step. Which of them the tensor cores call k = 2·pair
 // is of no account as long as weight and x agree: the first four serve one mma of 16, the last four another.
-template <typename T, int kRowTiles, int kTokenTiles, int kUnroll>
-__global__ void linear_skinny(const T* __restrict__ x, const T* __restrict__ weight, const T* __restrict__ bias,
-                              T* __restrict__ y, int num_tokens, int out_features, int in_features, int x_stride) {
+template <typename T, int kRowTiles, int kTokenTiles, int kAhead, int kWarps>
+__global__ void __launch_bounds__(32 * kWarps)
+    linear_skinny(const T* x, const T* __restrict__ weight, const T* __restrict__ bias, T* y, int num_tokens,
+                  int out_features, int in_features, index_t x_stride, int prefetch) {
   constexpr int kRows = 16 * kRowTiles, kTokens = 8 * kTokenTiles;
-  const int warp = threadIdx.x / 32, num_warps = blockDim.x / 32, lane = threadIdx.x % 32;
-  const int group = lane / 4, pair = lane % 4;
+  dependency_launch();  // what comes after may fetch its own weights; it waits for y by itself
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, pair = lane % 4;
   const int first_row = blockIdx.x * kRows;
-  float sums[kRowTiles][kTokenTiles][4] = {};
-  uint4 w[kUnroll][kRowTiles][2], v[kUnroll][kTokenTiles];
-  bool waits = true;
+  const int num_steps = ((in_features + kStep - 1) / kStep + kWarps - 1 - warp) / kWarps;  // of this warp
 
-  for (int start = warp * kStep; start < in_features; start += num_warps * kStep * kUnroll) {
+  // Rows and tokens that are not there are read as the last ones; what comes of them is not stored.
+  const T *rows[kRowTiles][2], *tokens[kTokenTiles];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int k = start + u * num_warps * kStep + 8 * pair;
+  for (int tile = 0; tile < kRowTiles; ++tile)
 #pragma unroll
-      for (int tile = 0; tile < kRowTiles; ++tile)
+    for (int half = 0; half < 2; ++half)
+      rows[tile][half] =
+          weight + static_cast<index_t>(min(first_row + 16 * tile + 8 * half + group, out_features - 1)) * in_features;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int row = first_row + 16 * tile + 8 * half + group;
-          w[u][tile][half] = row < out_features && k < in_features
-                                 ? load16_stream(weight + static_cast<index_t>(row) * in_features + k)
-                                 : make_uint4(0, 0, 0, 0);
-        }
-    }
-    if (waits) dependency_wait();  // the weights are there whatever the kernel before does; x is not
-    waits = false;
+  for (int tile = 0; tile < kTokenTiles; ++tile)
+    tokens[tile] = x + min(8 * tile + group, num_tokens - 1) * x_stride;
+
+  uint4 w[kAhead][kRowTiles][2], v[kAhead][kTokenTiles];
+  const auto load_weight = [&](int step, uint4(&to)[kRowTiles][2]) {
+    const int k = min((step * kWarps + warp) * kStep + 8 * pair, in_features - 8);  // behind the end x is 0
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int k = start + u * num_warps * kStep + 8 * pair;
+    for (int tile = 0; tile < kRowTiles; ++tile)
 #pragma unroll
-      for (int tile = 0; tile < kTokenTiles; ++tile) {
-        const int token = 8 * tile + group;
-        v[u][tile] = token < num_tokens && k < in_features ? load16(x + static_cast<index_t>(token) * x_stride + k)
-                                                           : make_uint4(0, 0, 0, 0);
-      }
-    }
+      for (int half = 0; half < 2; ++half) to[tile][half] = load16_stream(rows[tile][half] + k);
+  };
+  const auto load_x = [&](int step, uint4(&to)[kTokenTiles]) {
+    const int k = (step * kWarps + warp) * kStep + 8 * pair;
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u)
+    for (int tile = 0; tile < kTokenTiles; ++tile)
+      to[tile] = k < in_features ? load16(tokens[tile] + k) : make_uint4(0, 0, 0, 0);
+  };
+
+  // The weights are there whatever the kernel before does; x is not.
+#pragma unroll
+  for (int u = 0; u < kAhead; ++u)
+    if (u < num_steps) load_weight(u, w[u]);
+  for (int step = kAhead; step < min(num_steps, kAhead + prefetch); ++step) {
+    const int k = min((step * kWarps + warp) * kStep + lane % 2 * 16, in_features - 8);  // 32 bytes a lane
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile)
+      prefetch_l2(weight + static_cast<index_t>(min(first_row + 16 * tile + lane / 2, out_features - 1)) * in_features + k);
+  }
+  dependency_wait();
+#pragma unroll
+  for (int u = 0; u < kAhead; ++u)
+    if (u < num_steps) load_x(u, v[u]);
+
+  float sums[kRowTiles][kTokenTiles][4] = {};
+  for (int first = 0; first < num_steps; first += kAhead)
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      if (first + u >= num_steps) break;
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile) {
         const uint4 low = w[u][tile][0], high = w[u][tile][1];
-        const unsigned first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
+        const unsigned first_w[4] = {low.x, high.x, low.y, high.y}, second_w[4] = {low.z, high.z, low.w, high.w};
 #pragma unroll
         for (int t = 0; t < kTokenTiles; ++t) {
           const unsigned first_x[2] = {v[u][t].x, v[u][t].y}, second_x[2] = {v[u][t].z, v[u][t].w};
-          mma_k16(sums[tile][t], first, first_x, T{});
-          mma_k16(sums[tile][t], second, second_x, T{});
+          mma_k16(sums[tile][t], first_w, first_x, T{});
+          mma_k16(sums[tile][t], second_w, second_x, T{});
         }
       }
-  }
-  if (waits) dependency_wait();  // a warp without a step: y may still be read by the kernel before
-  dependency_launch();
+      if (first + u + kAhead >= num_steps) continue;
+      load_weight(first + u + kAhead, w[u]);
+      load_x(first + u + kAhead, v[u]);
+    }
 
-  float* const parts = dynamic_shared<float>();  // [num_warps][kRows][kTokens]
-  float* const mine = parts + warp * kRows * kTokens;
+  // Each warp's sums as [kTokens][kRows]; 4 more a token, so that the threads of a warp write to different banks.
+  constexpr int kPitch = kRows + 4;
+  float* const parts = dynamic_shared<float>();
 #pragma unroll
   for (int tile = 0; tile < kRowTiles; ++tile)
 #pragma unroll
     for (int t = 0; t < kTokenTiles; ++t)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        mine[(16 * tile + group + 8 * (i / 2)) * kTokens + 8 * t + 2 * pair + i % 2] = sums[tile][t][i];
+        parts[(warp * kTokens + 8 * t + 2 * pair + i % 2) * kPitch + 16 * tile + group + i / 2 * 8] = sums[tile][t][i];
   __syncthreads();
-  for (int i = threadIdx.x; i < kRows * kTokens; i += blockDim.x) {
+  for (int i = threadIdx.x; i < kRows * kTokens; i += 32 * kWarps) {
     const int row = i % kRows, token = i / kRows;
     if (first_row + row >= out_features || token >= num_tokens) continue;
     float sum = 0.0f;
-    for (int other = 0; other < num_warps; ++other) sum += parts[(other * kRows + row) * kTokens + token];
+#pragma unroll
+    for (int other = 0; other < kWarps; ++other) sum += parts[(other * kTokens + token) * kPitch + row];
     if (bias != nullptr) sum += to_float(bias[first_row + row]);
     y[static_cast<index_t>(token) * out_features + first_row + row] = from_float<T>(sum);
   }

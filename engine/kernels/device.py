@@ -16,6 +16,8 @@ Array = Any  # of the device: its shape, dtype, strides, reshape and slices are 
 Argument = Array | np.generic | None
 Dims = tuple[int, ...]  # one to three numbers
 
+NUM_COUNTERS = 4096  # more blocks than any kernel shares work among
+
 
 @dataclass(frozen=True, slots=True)
 class Instance:
@@ -30,6 +32,7 @@ class Device(Protocol):
 
     num_sms: int
     max_shared_bytes: int  # a block
+    counters: Array  # [NUM_COUNTERS] uint32, zeros: a kernel may count in them and leaves zeros; of one stream
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """An array whose content is undefined."""

@@ -19,7 +19,7 @@ from cuda.bindings import driver
 from engine.errors import KernelError
 from engine.kernels.compile import arch_of, compile_kernel
 from engine.kernels.cublas import Cublas
-from engine.kernels.device import Argument, Dims, Instance
+from engine.kernels.device import NUM_COUNTERS, Argument, Dims, Instance
 
 Array = Any
 
@@ -102,6 +102,7 @@ class Gpu:
         self.arch = arch_of(device.compute_capability)
         self.num_sms: int = attributes["MultiProcessorCount"]
         self.max_shared_bytes: int = attributes["MaxSharedMemoryPerBlockOptin"]
+        self.counters = cupy.zeros(NUM_COUNTERS, np.uint32)
         self._cache = cache
         self._kernels: dict[Instance, Kernel] = {}
         self._modules: list[Any] = []  # that hold the code

@@ -1,7 +1,12 @@
-"""Dense linear layers on a GPU: cuda/linear.cu for few rows, the vendor's library for many. Defined by ref.linear."""
+"""Dense linear layers on a GPU: two kernels of ours for few tokens, the vendor's library for many. Defined by ref.linear.
+
+cuda/linear.cu streams the weights straight into registers; cuda/linear_tiles.cu takes them and the tokens through
+shared memory. Which of them, and with which sizes, is a table of measurements (CHOICES).
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +17,68 @@ from engine.weights import LinearWeight
 
 Array = Any
 
-SKINNY_TOKENS = 16  # up to here cuda/linear.cu is used
+SKINNY_ROWS, SKINNY_TOKENS = 16, 8  # of a tile of linear_skinny
+STEP_BYTES = 128  # of a row in a step of linear_tiles
+STEP = 64  # numbers in them
+MIN_STAGES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Skinny:
+    """Sizes of linear_skinny (cuda/linear.cu)."""
+
+    row_tiles: int
+    ahead: int
+    warps: int
+    prefetch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Sizes of linear_tiles (cuda/linear_tiles.cu)."""
+
+    token_tiles: int
+    row_tiles: int
+    token_warps: int
+    row_warps: int
+    stages: int
+    blocks_per_sm: int = 1  # that a grid is split for
+    prefetch: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return 16 * self.token_tiles * self.token_warps
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.row_tiles * self.row_warps
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.token_warps * self.row_warps
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (self.tokens + self.rows) * STEP_BYTES
+
+    def splits(self, num_tokens: int, out_features: int, in_features: int, num_sms: int) -> int:
+        """Parts of in_features: as many as give every SM its blocks, none shorter than the stages."""
+        blocks = ceil_div(num_tokens, self.tokens) * ceil_div(out_features, self.rows)
+        return max(1, min(self.blocks_per_sm * num_sms // blocks, ceil_div(in_features, STEP) // self.stages))
+
+
+Choice = Skinny | Tiles | None  # None: the vendor's library
+
+# (most tokens, most rows of the weight per SM, what is best up to there); the first line that fits holds.
+CHOICES: tuple[tuple[int, float, Choice], ...] = (
+    (8, 80, Skinny(1, 4, 8, prefetch=4)),
+    (8, float("inf"), Skinny(2, 4, 4)),
+    (16, 80, Tiles(1, 1, 1, 4, 6, blocks_per_sm=3)),
+    (16, float("inf"), Tiles(1, 2, 1, 4, 6)),
+    (32, 80, Tiles(2, 1, 1, 4, 5, blocks_per_sm=3)),
+    (32, float("inf"), Tiles(2, 2, 1, 4, 5)),
+    (64, float("inf"), Tiles(4, 2, 1, 4, 4, blocks_per_sm=2)),
+)
 
 
 def linear(x: Array, weight: LinearWeight, *, device: Device) -> Array:
@@ -22,47 +88,65 @@ def linear(x: Array, weight: LinearWeight, *, device: Device) -> Array:
     y = device.empty((x.shape[0], weight.out_features), x.dtype)
     if not y.size:
         return y
-    if x.shape[0] <= SKINNY_TOKENS and weight.in_features % 8 == 0 and x.dtype.name != "float32":
-        _skinny(x, stored, weight.bias, y, device)
-    else:
+    choice = choose(x.shape[0], weight.out_features, device) if _is_ours(x) else None
+    if choice is None:
         device.matmul(x, stored, y)
         if weight.bias is not None:
             y += weight.bias
+    else:
+        launch(choice, x, stored, weight.bias, y, device)
     return y
 
 
-def logits(x: Array, weight: LinearWeight, *, device: Device) -> Array:
-    """linear, rounded to nothing: [num_rows, hidden_size] → [num_rows, vocab_size] float32."""
-    require("logits", "x", x, (None, weight.in_features), weight.tensors["weight"].dtype)
-    y = device.empty((x.shape[0], weight.out_features), np.float32)
-    if y.size:
-        device.matmul(x, weight.tensors["weight"], y)
-        if weight.bias is not None:
-            y += weight.bias
-    return y
+def choose(num_tokens: int, out_features: int, device: Device) -> Choice:
+    """The line of CHOICES, with as many stages as this GPU's blocks have shared memory for."""
+    for most_tokens, most_rows, choice in CHOICES:
+        if num_tokens <= most_tokens and out_features <= most_rows * device.num_sms:
+            return fitting(choice, device.max_shared_bytes) if isinstance(choice, Tiles) else choice
+    return None
 
 
-def _skinny(x: Array, weight: Array, bias: Array | None, y: Array, device: Device) -> None:
-    num_tokens, (out_features, in_features) = x.shape[0], weight.shape
-    token_tiles = 1 if num_tokens <= 8 else 2
-    row_tiles, unroll, warps = _shape(out_features, in_features, token_tiles, device.num_sms)
+def fitting(tiles: Tiles, max_shared_bytes: int) -> Tiles:
+    """With fewer stages, and where that is not enough with fewer rows, if a block has too little shared memory."""
+    stages = max_shared_bytes // (tiles.shared_bytes // tiles.stages)
+    if stages < MIN_STAGES:
+        return fitting(replace(tiles, row_warps=tiles.row_warps // 2), max_shared_bytes)
+    return replace(tiles, stages=min(tiles.stages, stages))
+
+
+def launch(choice: Skinny | Tiles, x: Array, weight: Array, bias: Array | None, y: Array, device: Device) -> None:
+    """Starts one of our kernels: all arrays of one 16-bit type, x in rows at multiples of 16 bytes."""
     type_ = type_name("linear", "x", x)
+    num_tokens, (out_features, in_features) = x.shape[0], weight.shape
+    sizes = (*map(np.int32, (num_tokens, out_features, in_features)), stride(x), np.int32(choice.prefetch))
+    if isinstance(choice, Skinny):
+        token_tiles = next(tiles for tiles in (1, 2, 4) if SKINNY_TOKENS * tiles >= num_tokens)
+        rows = SKINNY_ROWS * choice.row_tiles
+        device.launch(
+            Instance(
+                "linear", f"linear_skinny<{type_}, {choice.row_tiles}, {token_tiles}, {choice.ahead}, {choice.warps}>"
+            ),
+            (ceil_div(out_features, rows),),
+            (32 * choice.warps,),
+            [x, weight, bias, y, *sizes],
+            shared_bytes=4 * choice.warps * SKINNY_TOKENS * token_tiles * (rows + 4),
+        )
+        return
+    splits = choice.splits(num_tokens, out_features, in_features, device.num_sms)
+    blocks = (ceil_div(num_tokens, choice.tokens), ceil_div(out_features, choice.rows))
+    partials = None
+    if splits > 1:
+        partials = device.empty((splits, blocks[0] * choice.tokens, blocks[1] * choice.rows), np.float32)
+    shape = (choice.token_tiles, choice.row_tiles, choice.token_warps, choice.row_warps, choice.stages)
     device.launch(
-        Instance("linear", f"linear_skinny<{type_}, {row_tiles}, {token_tiles}, {unroll}>"),
-        (ceil_div(out_features, 16 * row_tiles),),
-        (32 * warps,),
-        [x, weight, bias, y, *map(np.int32, (num_tokens, out_features, in_features, stride(x)))],
-        shared_bytes=4 * warps * 16 * row_tiles * 8 * token_tiles,
+        Instance("linear_tiles", f"linear_tiles<{type_}, {', '.join(map(str, shape))}>"),
+        (*blocks, splits),
+        (choice.threads,),
+        [x, weight, bias, y, partials, device.counters if splits > 1 else None, *sizes],
+        shared_bytes=choice.shared_bytes,
     )
 
 
-def _shape(out_features: int, in_features: int, token_tiles: int, num_sms: int) -> tuple[int, int, int]:
-    """(row tiles of a block, steps in flight, warps), as measured on an H200 over the shapes of an 8B model."""
-    if token_tiles == 2:
-        return 1, 4, 8
-    blocks = ceil_div(out_features, 16)
-    if blocks > 16 * num_sms:  # many: wide blocks of few warps
-        return 2, 2, 4
-    if blocks > 2 * num_sms:
-        return (2, 4, 8) if blocks <= 3 * num_sms else (1, 4, 8)
-    return 1, 4, 16  # few: all warps that a block may have
+def _is_ours(x: Array) -> bool:
+    """Whether the kernels can read x: 16-bit numbers, every row at a multiple of 16 bytes."""
+    return x.dtype.name != "float32" and x.shape[1] % 8 == 0 and int(stride(x)) % 8 == 0

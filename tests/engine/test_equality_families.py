@@ -29,14 +29,22 @@ from tests.engine.engines import (
     tiny_engine,
 )
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_moe", "deepseek_v2_lite", "deepseek_v3", "minicpm3")
-VARIED = ("qwen2_moe", "deepseek_v2", "minicpm3")  # dense layers beside experts and a shared one; latents; longrope
+FAMILIES = (
+    *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_moe", "deepseek_v2_lite", "deepseek_v3", "minicpm3"),
+    *("command_r_plus", "minicpm_moe", "qwen1", "cpm1"),
+)
+VARIED = ("qwen2_moe", "deepseek_v2", "minicpm3", "qwen1")  # dense layers beside experts and a shared one; latents; and
+# prompts on both sides of a length: longrope's, and that at which Qwen 1's base and its queries begin to grow
 LENGTHS = {"vocab_size": 300, "max_position_embeddings": 256}
 WHOLE = {"num_gpu_blocks_override": 64, "block_size": 16, "max_num_batched_tokens": 256, "max_model_len": 256}
 
 
-def model(folder: Path, name: str) -> Path:
+def model(folder: Path, name: str, **changes: Any) -> Path:
     """The golden model with a larger vocabulary and longer reach."""
+    if name == "cpm1":
+        return family_model(folder, name, vocab_size=LENGTHS["vocab_size"], n_positions=256)
+    if name == "qwen1":
+        return family_model(folder, name, **LENGTHS | changes)
     scaling = FAMILY_GOLDENS[name]["rope_scaling"]
     if scaling and scaling["type"] == "yarn":
         scaling = scaling | {"factor": LENGTHS["max_position_embeddings"] / scaling["original_max_position_embeddings"]}
@@ -50,7 +58,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module", params=VARIED)
 def varied(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model(tmp_path_factory.mktemp(request.param), request.param)
+    changes = {"seq_length": 16} if request.param == "qwen1" else {}
+    return model(tmp_path_factory.mktemp(request.param), request.param, **changes)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -114,6 +123,17 @@ def test_pfx_01_the_same_prompt_again(varied: Path, length: int) -> None:
         output = run(engine, request(str(number), prompt(length), max_tokens=6, logprobs=3))[str(number)]
         assert_equal(undisturbed, output)
         assert output.num_cached_tokens == (0 if number == 0 else (length - 1) // 16 * 16)
+
+
+def test_krn_10_long_prompts_share_cached_keys_and_short_ones_have_others(tmp_path: Path) -> None:
+    """KRN-10: longrope's table goes by the prompt's length, 16 being the border; a cache hit never mixes the two."""
+    folder = model(tmp_path, "minicpm3")
+    engine = tiny_engine(folder)
+    for length, num_cached in ((40, 0), (60, 40), (17, 16), (16, 0), (13, 12)):
+        one = request(str(length), prompt(60)[:length], max_tokens=12)
+        output = run(engine, one)[one.request_id]
+        assert output.num_cached_tokens == num_cached
+        assert_equal(alone(folder, one), output)
 
 
 SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 5, "top_k": 8}

@@ -1,7 +1,8 @@
 """Launches kernels that were built for the CPU on NumPy arrays.
 
 What an argument may be is read from the kernel's own signature: an array where it has a pointer, of the type pointed
-to, or None; a NumPy scalar of the exact type elsewhere. A bare Python number has no size, so it is refused.
+to, or None; a NumPy scalar of the exact type elsewhere; a numpy.void for a structure. A bare Python number has no
+size, so it is refused.
 """
 
 from __future__ import annotations
@@ -62,7 +63,12 @@ class Strided:
 
 
 class _Parameter(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_char_p), ("is_pointer", ctypes.c_int), ("is_const", ctypes.c_int))
+    _fields_ = (
+        ("type", ctypes.c_char_p),
+        ("is_pointer", ctypes.c_int),
+        ("is_const", ctypes.c_int),
+        ("bytes", ctypes.c_int),
+    )
 
 
 class _Kernel(ctypes.Structure):
@@ -96,11 +102,15 @@ class _Launch(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One of a kernel's parameters: a value of this C++ type, or a pointer to such values (const: only read)."""
+    """One of a kernel's parameters: a value of this C++ type, or a pointer to such values (const: only read).
+
+    type is "struct" for every structure of a kernel's own. bytes: of the value or the pointer.
+    """
 
     type: str
     is_pointer: bool
     is_const: bool
+    bytes: int
 
     def __str__(self) -> str:
         return f"{'const ' if self.is_const else ''}{self.type}{'*' if self.is_pointer else ''}"
@@ -149,7 +159,7 @@ class Library:
         self._tables = [(_Kernel * len(kernels)).in_dll(copy, "host_kernels") for copy in self._copies]
         self.parameters = {
             name: [
-                Parameter(found.type.decode(), bool(found.is_pointer), bool(found.is_const))
+                Parameter(found.type.decode(), bool(found.is_pointer), bool(found.is_const), found.bytes)
                 for found in self._tables[0][number].parameters[: self._tables[0][number].num_parameters]
             ]
             for number, name in enumerate(kernels)
@@ -221,6 +231,11 @@ def _dims(kernel: str, name: str, dims: Dims) -> Dims:
 def _check(where: str, parameter: Parameter, argument: Array | Strided | np.generic | None) -> _Argument:
     """The argument as bytes or an address; raises TypeError or ValueError, which begin with `where`."""
     expected = DTYPES.get(parameter.type)
+    if parameter.type == "struct" and not parameter.is_pointer:
+        if not isinstance(argument, np.void) or argument.nbytes != parameter.bytes:
+            found = f"{argument.nbytes}" if isinstance(argument, np.void) else type(argument).__name__
+            raise TypeError(f"{where} must be a NumPy void of {parameter.bytes} bytes, found {found}")
+        return _Argument(value=argument.tobytes())
     if not parameter.is_pointer:
         if not isinstance(argument, np.generic) or argument.dtype.name != expected:
             found = argument.dtype.name if isinstance(argument, np.generic) else type(argument).__name__
@@ -279,7 +294,11 @@ def _run_watched(binary: Binary, kernel: int, setup: tuple[Any, ...], arguments:
             preexec_fn=_fixed_addresses if binary.sanitizer == "thread" else None,
         )
         if done.returncode:
-            raise KernelFault(done.stderr.strip() or f"{binary.path.name} ended with {done.returncode}")
+            raise KernelFault(
+                f"kernel {binary.kernels[kernel]}: {done.stderr.strip()}"
+                if done.stderr
+                else f"{binary.path.name} ended with {done.returncode}"
+            )
         content = made.read_bytes()
     start = 0
     for buffer in buffers:

@@ -21,9 +21,9 @@ from pathlib import Path
 from engine.checkpoint.starter import cache_dir
 
 CUDA = Path(__file__).parent.parent / "cuda"
-RUNTIME = ("runtime.cpp", "meetings.cpp", "checks.cpp")
+SHIM = ("runtime.cpp", "meetings.cpp", "checks.cpp")
 OPTIONS = (
-    *("-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-fno-threadsafe-statics"),
+    *("-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-fno-threadsafe-statics"),
     *(
         "-fno-strict-aliasing",
         "-ffp-contract=off",
@@ -34,7 +34,7 @@ OPTIONS = (
     ),
 )
 CHECKS = "-fsanitize=alignment,bounds,signed-integer-overflow,integer-divide-by-zero,shift"  # answered by checks.cpp
-SANITIZERS = {"": (), "address": ("-fsanitize=address", "-DHOST_ASAN"), "thread": ("-fsanitize=thread", "-DHOST_TSAN")}
+SANITIZERS = {"": "HOST_PLAIN", "address": "HOST_ASAN", "thread": "HOST_TSAN"}  # what the shim is told
 MIN_GXX = 12
 DYNAMIC_SHARED = re.compile(
     r"extern\s+__shared__\s+((?:__align__\(\d+\)\s+)?)([\w:]+(?:\s+\w+)*?)\s+(\w+)\s*\[\s*\]\s*;"
@@ -71,16 +71,16 @@ def build(source: Path, kernels: Sequence[str], sanitizer: str = "", defines: Se
         BuildError: see there.
     """
     tree = source.parent if (source.parent / "include").is_dir() else CUDA
-    options = [*OPTIONS, *_cpu_options(), *SANITIZERS[sanitizer], *(f"-D{define}" for define in defines)]
+    options = [*OPTIONS, *_cpu_options(), *(f"-D{define}" for define in (SANITIZERS[sanitizer], *defines))]
+    watch = [f"-fsanitize={sanitizer}"] if sanitizer else []
     text = _translation_unit(source, kernels)
     key = _hash(text, str(tree), _headers(tree), *options, _compiler_version())
     folder = cache_dir() / "host"
     path = folder / f"{source.stem}-{key}{'' if sanitizer else '.so'}"
     if not path.exists():
-        runtime = [_runtime_object(tree, name, sanitizer, folder) for name in RUNTIME]
-        if sanitizer:
-            runtime.append(_runtime_object(tree, "runner.cpp", sanitizer, folder))
-        _compile_and_link(text, tree, options, runtime, path, shared=not sanitizer)
+        # The shim's own parts are not watched: their memory is none of a kernel's.
+        parts = [_shim_part(tree, name, options, folder) for name in (*SHIM, *(["runner.cpp"] if sanitizer else []))]
+        _compile_and_link(text, tree, [*options, CHECKS, "-fsanitize-recover=all", *watch], parts, watch, path)
     return Binary(path, source, tuple(kernels), sanitizer, _shared_variables(path))
 
 
@@ -95,22 +95,20 @@ def _translation_unit(source: Path, kernels: Sequence[str]) -> str:
 
 
 def _compile_and_link(
-    text: str, tree: Path, options: Sequence[str], runtime: Sequence[Path], path: Path, shared: bool
+    text: str, tree: Path, options: Sequence[str], parts: Sequence[Path], watch: Sequence[str], path: Path
 ) -> None:
+    """A library, or a program if something is to watch it."""
     with tempfile.TemporaryDirectory() as scratch:
         unit, made, linked = (Path(scratch) / name for name in ("unit.cpp", "unit.o", "linked"))
         unit.write_text(text, "utf-8")
         folders = [f"-I{tree / 'host'}", f"-I{tree / 'include'}"]
-        _run([gxx(), *options, CHECKS, "-fsanitize-recover=all", *folders, "-c", str(unit), "-o", str(made)])
-        sanitize = [option for option in options if option in ("-fsanitize=address", "-fsanitize=thread")]
-        how = ["-shared"] if shared else ["-rdynamic", *sanitize]
-        _run([gxx(), *how, str(made), *map(str, runtime), "-o", str(linked)])
+        _run([gxx(), *options, *folders, "-c", str(unit), "-o", str(made)])
+        _run([gxx(), *(watch or ["-shared"]), str(made), *map(str, parts), "-o", str(linked)])
         _keep(linked, path)
 
 
-def _runtime_object(tree: Path, name: str, sanitizer: str, folder: Path) -> Path:
-    """A part of the shim. It is told of the sanitizer but not built with it: its own memory is none of a kernel's."""
-    options = [*OPTIONS, *_cpu_options(), *(o for o in SANITIZERS[sanitizer] if o.startswith("-D"))]
+def _shim_part(tree: Path, name: str, options: Sequence[str], folder: Path) -> Path:
+    """One file of the shim as an object, from the cache if nothing has changed."""
     path = folder / f"{Path(name).stem}-{_hash(_headers(tree), *options, _compiler_version())}.o"
     if not path.exists():
         with tempfile.TemporaryDirectory() as scratch:

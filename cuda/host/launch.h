@@ -13,6 +13,7 @@ enum Schedule { kInStep, kGreedy, kRandom };
 struct Parameter {  // plain C: conformance/host.py reads it
   const char* type;  // of the value, or of what a pointer points to
   int is_pointer, is_const;
+  int bytes;  // of the value or pointer
 };
 
 struct Kernel {
@@ -70,7 +71,7 @@ template <typename T>
 constexpr Parameter parameter_of() {
   using Target = std::remove_pointer_t<T>;
   return {TypeName<std::remove_cv_t<Target>>::value, std::is_pointer_v<T>,
-          std::is_pointer_v<T> && std::is_const_v<Target>};
+          std::is_pointer_v<T> && std::is_const_v<Target>, sizeof(T)};
 }
 
 template <auto kFunction>

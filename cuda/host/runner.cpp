@@ -38,7 +38,7 @@ struct Argument {
 char* new_buffer(size_t bytes, size_t misalignment) {
   char* memory = static_cast<char*>(malloc(misalignment + bytes));
 #if defined(HOST_ASAN)
-  if (misalignment) ASAN_POISON_MEMORY_REGION(memory, misalignment);
+  if (misalignment) __asan_poison_memory_region(memory, misalignment);
 #endif
   return memory + misalignment;
 }

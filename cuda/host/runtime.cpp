@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 
 #include "fiber.h"
 #include "launch.h"
@@ -58,6 +59,7 @@ void* main_stack_pointer;
 char launch_order, end_order;
 char message[4096];
 bool failed, dirty;
+std::mutex one_launch_at_a_time;
 uint64_t random_state;
 unsigned stickiness;
 
@@ -409,6 +411,7 @@ void maybe_yield() {
 
 extern "C" __attribute__((visibility("default"))) const char* host_launch(const host::Launch* launch) {
   using namespace host;
+  const std::lock_guard<std::mutex> lock(one_launch_at_a_time);
   host::launch = launch;
   failed = false;
   block.size = launch->block;

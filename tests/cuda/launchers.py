@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,6 +18,7 @@ from conformance.host_build import CUDA
 Array = NDArray[Any]
 
 TYPES = {"float32": "float", "float16": "fp16", "bfloat16": "bf16"}  # of C++, by dtype
+MARGIN = 64  # elements
 MAX_THREADS = 64  # of a block: few, so that small sizes have several blocks and rounds
 ACTIVATIONS = {"silu": "kSilu", "gelu": "kGelu", "gelu_new": "kGeluTanh", "relu": "kRelu"}
 ROUNDS = (1, 2, 3)
@@ -193,5 +195,13 @@ def stride(x: Array, axis: int = 0) -> np.int64:
 
 
 def poisoned(shape: tuple[int, ...], like: Array) -> Array:
-    """NaN everywhere, so that an element which is never written is seen."""
-    return np.full(shape, np.nan, like.dtype)
+    """NaN everywhere, so that an element which is never written is seen, and MARGIN more of it on both sides."""
+    whole = np.full(math.prod(shape) + 2 * MARGIN, np.nan, like.dtype)
+    return whole[MARGIN : len(whole) - MARGIN].reshape(shape)
+
+
+def margin_is_written(array: Array) -> bool:
+    """Of an array made by poisoned."""
+    whole = array.base
+    assert whole is not None
+    return not np.isnan(np.concatenate([whole[:MARGIN], whole[-MARGIN:]]).astype(np.float32)).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +98,8 @@ def test_a_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """And again when the source, an own header, an option or the kernels change."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     built: list[Path] = []
-    monkeypatch.setattr(host_build, "_compile_and_link", lambda *args, **how: (built.append(args[4]), args[4].touch()))
-    monkeypatch.setattr(host_build, "_runtime_object", lambda *args: Path("runtime.o"))
+    monkeypatch.setattr(host_build, "_compile_and_link", lambda *args: (built.append(args[5]), args[5].touch()))
+    monkeypatch.setattr(host_build, "_shim_part", lambda *args: Path("runtime.o"))
     monkeypatch.setattr(host_build, "_shared_variables", lambda path: ())
     (tmp_path / "include").mkdir()
     (tmp_path / "host").mkdir()
@@ -132,7 +133,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_two_halves_of_ptx_have_the_same_functions() -> None:
     """include/ptx.cuh for a GPU and host/ptx.h for a CPU."""
     names = [
-        set(host_build.re.findall(pattern, (host_build.CUDA / file).read_text("utf-8")))
+        set(re.findall(pattern, (host_build.CUDA / file).read_text("utf-8").split("}  // namespace host")[-1]))
         for file, pattern in (
             ("include/ptx.cuh", r"__forceinline__ [\w*]+ (\w+)\("),
             ("host/ptx.h", r"(?m)(?:^inline [\w*]+ |^HOST_\w+\()(\w+)(?:\(|,)"),

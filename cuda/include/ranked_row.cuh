@@ -1,0 +1,302 @@
+// A row of logits as a ranking, without sorting it: highest value first, lowest id first among equals.
+//
+// key        the float32 of a logit as an unsigned number in the same order: +0 and −0 are one key, NaN is the highest
+// weight     exp((l − best) / temperature) as an integer, 2^44 being 1. Sums of integers are exact, so they are the
+//            same in whatever order threads add them, and a sum over ids and a sum over ranks agree. Rounding down
+//            takes less than 2^-44 from a token, less than 2^-26 of the total from 2^18 tokens
+// a cut      what is kept: all above a key, and so many of those at it, lowest ids first
+#pragma once
+
+#include "reduce.cuh"
+#include "vec.cuh"
+
+using u64 = unsigned long long;
+
+constexpr unsigned kInfinityKey = 0xff800000u, kMinusInfinityKey = 0x007fffffu;
+constexpr int kPiece = 128;         // numbers that a warp reads at once: 16 bytes a lane
+constexpr int kUnroll = 4;          // pieces in flight
+constexpr int kThresholds = 7;      // keys that one pass over a row measures
+constexpr int kCandidates = 2048;   // so few left to choose from are kept in shared memory
+constexpr float kLog2E = 1.44269504f;
+constexpr float kWeightOne = 0x1p44f;
+
+__device__ __forceinline__ unsigned key_of(float x) {
+  const unsigned bits = __float_as_uint(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0xffffffffu;
+  return bits >> 31 ? (bits == 0x80000000u ? bits : ~bits) : bits | 0x80000000u;
+}
+__device__ __forceinline__ float value_of(unsigned key) {
+  return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key);
+}
+__device__ __forceinline__ bool is_finite(unsigned key) { return key > kMinusInfinityKey && key < kInfinityKey; }
+
+struct Row {
+  const float* logits;  // [size]
+  int size;
+  bool aligned;  // to 16 bytes
+  unsigned best;  // key
+  float best_logit;
+  float scale;  // log2(e) / temperature
+
+  __device__ __forceinline__ float weight(unsigned key) const { return exp2f((value_of(key) - best_logit) * scale); }
+};
+__device__ __forceinline__ u64 fixed_point(float weight) { return static_cast<u64>(weight * kWeightOne); }
+
+struct Measure {  // of a set of tokens
+  u64 mass;
+  unsigned count;
+};
+struct Cut {
+  unsigned key;
+  unsigned num_equal;  // kept of those at key
+};
+
+struct RankShared {
+  u64 mass[kMaxWarps][kThresholds];
+  unsigned count[kMaxWarps][kThresholds];
+  u64 mass_result[kThresholds];
+  unsigned count_result[kThresholds];
+  unsigned num_candidates;
+  unsigned candidates[kCandidates];  // keys
+};
+
+// f(key, id) for the ids [begin, end) of a row, in ascending order for a lane, 4 neighbours at a time; ids from end on
+// come with key 0, which no number has. Called by whole warps: all lanes do the same number of calls.
+template <typename Function>
+__device__ __forceinline__ void for_each(const Row& row, int begin, int end, Function f) {
+  const int lane = threadIdx.x % 32;
+  for (int start = begin; start < end; start += kPiece * kUnroll) {
+    float x[kUnroll][4];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) load_row<float>(row.logits, start + u * kPiece + 4 * lane, end, row.aligned, x[u]);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int id = start + u * kPiece + 4 * lane + i;
+        f(id < end ? key_of(x[u][i]) : 0u, id);
+      }
+  }
+}
+
+struct Segment {  // of ids
+  int begin, end;
+};
+// The part of [begin, end) that is number `part` of `num_parts`, made of whole pieces.
+__device__ __forceinline__ Segment segment(int begin, int end, int part, int num_parts) {
+  const int size = (end - begin + num_parts * kPiece - 1) / (num_parts * kPiece) * kPiece;
+  return {min(begin + part * size, end), min(begin + (part + 1) * size, end)};
+}
+__device__ __forceinline__ Segment warp_segment(int begin, int end) {
+  return segment(begin, end, threadIdx.x / 32, blockDim.x / 32);
+}
+
+template <typename T>
+__device__ __forceinline__ T warp_total(T x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(kAllLanes, x, offset);
+  return x;
+}
+
+// The best of ids [begin, end) as (key, ~id): the largest number is the best key and, among equals, the lowest id.
+__device__ __forceinline__ u64 block_best(const Row& row, int begin, int end, u64 (&scratch)[kMaxWarps]) {
+  const int lane = threadIdx.x % 32, num_warps = blockDim.x / 32;
+  unsigned best = 0, best_id = 0;
+  const Segment mine = warp_segment(begin, end);
+  for_each(row, mine.begin, mine.end, [&](unsigned key, int id) {
+    if (key > best) best = key, best_id = id;
+  });
+  u64 found = best ? static_cast<u64>(best) << 32 | ~best_id : 0;
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) found = max(found, __shfl_xor_sync(kAllLanes, found, offset));
+  if (lane == 0) scratch[threadIdx.x / 32] = found;
+  __syncthreads();
+  found = lane < num_warps ? scratch[lane] : 0;
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) found = max(found, __shfl_xor_sync(kAllLanes, found, offset));
+  return found;
+}
+
+// Sums of every thread's measures, for all threads.
+__device__ __forceinline__ void block_totals(Measure (&x)[kThresholds], RankShared& shared) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
+#pragma unroll
+  for (int j = 0; j < kThresholds; ++j) {
+    const u64 mass = warp_total(x[j].mass);
+    const unsigned count = warp_total(x[j].count);
+    if (lane == 0) shared.mass[warp][j] = mass, shared.count[warp][j] = count;
+  }
+  __syncthreads();
+  for (int j = warp; j < kThresholds; j += num_warps) {
+    const u64 mass = warp_total(lane < num_warps ? shared.mass[lane][j] : 0);
+    const unsigned count = warp_total(lane < num_warps ? shared.count[lane][j] : 0);
+    if (lane == 0) shared.mass_result[j] = mass, shared.count_result[j] = count;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < kThresholds; ++j) x[j] = {shared.mass_result[j], shared.count_result[j]};
+}
+
+// What is at or above each of ascending thresholds, given what is at or above `end`, the key where reading stops.
+// num_candidates ≥ 0: all keys between are in shared memory.
+template <bool kMass>
+__device__ __forceinline__ void measure(const Row& row, const unsigned (&thresholds)[kThresholds], unsigned end,
+                                        Measure above_end, int num_candidates, RankShared& shared,
+                                        Measure (&found)[kThresholds]) {
+#pragma unroll
+  for (int j = 0; j < kThresholds; ++j) found[j] = {0, 0};
+  const auto add = [&](unsigned key, int) {
+    if (key < thresholds[0] || key >= end) return;
+    const u64 mass = kMass ? fixed_point(row.weight(key)) : 0;
+#pragma unroll
+    for (int j = 0; j < kThresholds; ++j)
+      if (key >= thresholds[j]) {
+        if (kMass) found[j].mass += mass;
+        found[j].count += 1;
+      }
+  };
+  if (num_candidates >= 0) {
+    for (int i = threadIdx.x; i < num_candidates; i += blockDim.x) add(shared.candidates[i], 0);
+  } else {
+    const Segment mine = warp_segment(0, row.size);
+    for_each(row, mine.begin, mine.end, add);
+  }
+  block_totals(found, shared);
+#pragma unroll
+  for (int j = 0; j < kThresholds; ++j) {
+    found[j].mass += above_end.mass;
+    found[j].count += above_end.count;
+  }
+}
+
+// Puts the keys of [begin, end), at most kCandidates, into shared memory, in any order.
+__device__ __forceinline__ int collect(const Row& row, unsigned begin, unsigned end, RankShared& shared) {
+  if (threadIdx.x == 0) shared.num_candidates = 0;
+  __syncthreads();
+  const Segment mine = warp_segment(0, row.size);
+  for_each(row, mine.begin, mine.end, [&](unsigned key, int) {
+    if (key >= begin && key < end) shared.candidates[atomicAdd(&shared.num_candidates, 1u)] = key;
+  });
+  __syncthreads();
+  return shared.num_candidates;
+}
+
+// The first thresholds: the lowest key, then so far below the best as tokens usually are, in steps of `unit`.
+__device__ __forceinline__ void first_thresholds(const Row& row, unsigned lowest, float unit,
+                                                 unsigned (&thresholds)[kThresholds]) {
+  const float below[kThresholds] = {0.0f, 14.0f, 9.0f, 6.0f, 3.5f, 1.75f, 0.75f};
+#pragma unroll
+  for (int j = 0; j < kThresholds; ++j)
+    thresholds[j] = j == 0 ? lowest : min(max(key_of(row.best_logit - below[j] * unit), lowest), row.best);
+}
+
+// The shortest head of the ranking of the keys from `lowest` on, and of `more` behind them, that holds what is wanted:
+// kMass: `share` of all mass; otherwise num_wanted tokens. key: that of the last token of the head, or lowest − 1 if it
+// is one of `more`; missing: how much of what is wanted is not above that key, at least 1.
+struct Head {
+  unsigned key;
+  u64 missing;
+};
+template <bool kMass>
+__device__ __forceinline__ Head find_head(const Row& row, unsigned lowest, u64 more, unsigned num_wanted, double share,
+                                          RankShared& shared) {
+  unsigned low = lowest, high = row.best + 1;  // the key is in [low, high)
+  Measure at_low{0, 0}, at_high{0, 0};         // what is at or above them
+  unsigned thresholds[kThresholds];
+  Measure found[kThresholds];
+  first_thresholds(row, lowest, kMass ? kLog2E / row.scale : 2.0f, thresholds);
+  measure<kMass>(row, thresholds, high, at_high, -1, shared, found);
+  u64 wanted = num_wanted;
+  if (kMass) {
+    const u64 total = found[0].mass + more;
+    wanted = min(max(static_cast<u64>(ceil(share * static_cast<double>(total))), 1ull), total);
+    if (found[0].mass < wanted) return {lowest - 1, wanted - found[0].mass};
+  }
+  int num_candidates = -1;
+  while (true) {
+#pragma unroll
+    for (int j = 0; j < kThresholds; ++j)
+      if ((kMass ? found[j].mass : found[j].count) >= wanted) low = thresholds[j], at_low = found[j];
+#pragma unroll
+    for (int j = kThresholds - 1; j >= 0; --j)
+      if ((kMass ? found[j].mass : found[j].count) < wanted) high = thresholds[j], at_high = found[j];
+    const unsigned span = high - low;
+    if (span == 1) return {low, wanted - (kMass ? at_high.mass : at_high.count)};
+    if (num_candidates < 0 && at_low.count - at_high.count <= kCandidates)
+      num_candidates = collect(row, low, high, shared);
+#pragma unroll
+    for (int j = 0; j < kThresholds; ++j)
+      thresholds[j] = low + (span >> 3) * (j + 1) + ((span & 7) * (j + 1) >> 3);
+    measure<kMass>(row, thresholds, high, at_high, num_candidates, shared, found);
+  }
+}
+
+// Which id of the kept ones is it at which a running sum in the order of ids passes a number? Tokens above the cut count
+// by their mass (if kMass, and if at least min_weight; 0 otherwise), those kept at it by equal_mass. The number is
+// `target`, or if kMass the share fraction / 2^24 of the whole.
+template <bool kMass>
+__device__ __forceinline__ int find_id(const Row& row, Cut cut, float min_weight, u64 equal_mass, unsigned fraction,
+                                       u64 target, RankShared& shared) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
+  Measure before{0, 0};  // ids before `begin`: mass above the cut, number at it
+  Measure mine{0, 0};
+  const auto add = [&](unsigned key, int) {
+    if (key == cut.key) mine.count += 1;
+    if (!kMass || key <= cut.key) return;
+    const float weight = row.weight(key);
+    if (weight >= min_weight) mine.mass += fixed_point(weight);
+  };
+  const auto sum = [&](Measure x) { return x.mass + equal_mass * min(x.count, cut.num_equal); };
+  int begin = 0, end = row.size;
+  bool knows_target = !kMass;
+  while (end - begin > kPiece || !knows_target) {
+    mine = {0, 0};
+    const Segment part = warp_segment(begin, end);
+    for_each(row, part.begin, part.end, add);
+    const u64 mass = warp_total(mine.mass);
+    const unsigned count = warp_total(mine.count);
+    if (lane == 0) shared.mass[warp][0] = mass, shared.count[warp][0] = count;
+    __syncthreads();
+    if (!knows_target) {
+      Measure all{0, 0};
+      for (int w = 0; w < num_warps; ++w) all.mass += shared.mass[w][0], all.count += shared.count[w][0];
+      const u64 total = sum(all);
+      target = (total >> 24) * fraction + ((total & 0xffffff) * fraction >> 24);
+      knows_target = true;
+    }
+    for (int w = 0; w < num_warps; ++w) {
+      const Measure next{before.mass + shared.mass[w][0], before.count + shared.count[w][0]};
+      if (sum(next) > target) {
+        const Segment chosen = segment(begin, end, w, num_warps);
+        begin = chosen.begin, end = chosen.end;
+        break;
+      }
+      before = next;
+    }
+    __syncthreads();
+  }
+  mine = {0, 0};
+  Measure steps[4];  // a lane's own ids, up to each of them
+  float x[4];
+  load_row<float>(row.logits, begin + 4 * lane, end, row.aligned, x);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int id = begin + 4 * lane + i;
+    add(id < end ? key_of(x[i]) : 0u, id);
+    steps[i] = mine;
+  }
+  Measure upto = mine;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const u64 mass = __shfl_up_sync(kAllLanes, upto.mass, offset);
+    const unsigned count = __shfl_up_sync(kAllLanes, upto.count, offset);
+    if (lane >= offset) upto.mass += mass, upto.count += count;
+  }
+  upto.mass += before.mass - mine.mass, upto.count += before.count - mine.count;
+  int place = 4;
+#pragma unroll
+  for (int i = 3; i >= 0; --i)
+    if (sum({upto.mass + steps[i].mass, upto.count + steps[i].count}) > target) place = i;
+  const int first = __ffs(__ballot_sync(kAllLanes, place < 4)) - 1;
+  return begin + 4 * first + __shfl_sync(kAllLanes, place, first);
+}

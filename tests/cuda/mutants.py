@@ -1,0 +1,206 @@
+"""Faults to plant in copies of the kernels; test_mutants.py plants them and asks that a case fails."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A copy of cuda/ in which one piece of text of one file, found exactly once, is replaced by another."""
+
+    stem: str  # whose cases must find it
+    fault: str  # what is wrong, in words
+    file: str  # in cuda/
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.stem}-{self.fault.replace(' ', '-')}"
+
+
+def mutants(stem: str, file: str, *faults: tuple[str, str, str]) -> list[Mutant]:
+    return [Mutant(stem, fault, file, old, new) for fault, old, new in faults]
+
+
+MUTANTS = (
+    *mutants(
+        "rmsnorm",
+        "rmsnorm.cu",
+        ("mean over all threads", "static_cast<float>(size) + eps", "static_cast<float>(blockDim.x * 8) + eps"),
+        ("eps forgotten", "/ static_cast<float>(size) + eps", "/ static_cast<float>(size)"),
+        ("eps outside the root", "static_cast<float>(size) + eps);", "static_cast<float>(size)) + eps;"),
+        ("weight forgotten", "*= scale * weight[round][i]", "*= scale"),
+        (
+            "row offset wraps",
+            "y + row * size, size, eps);\n}\n\n//",
+            "y + static_cast<signed char>(row * size), size, eps);\n}\n\n//",
+        ),
+        (
+            "row of the neighbour",
+            "x + row * x_stride, size, values);\n  dependency_launch",
+            "x + (row ^ 1) * x_stride, size, values);\n  dependency_launch",
+        ),
+        (
+            "stride of x is its size",
+            "x + row * x_stride, size, values);\n  add",
+            "x + row * size, size, values);\n  add",
+        ),
+        ("sum of x not of squares", "sum += x[round][i] * x[round][i]", "sum += x[round][i]"),
+        (
+            "shared memory is one float short",
+            "float scratch[kMaxWarps];\n  float sum",
+            "float scratch[kMaxWarps];\n  scratch[threadIdx.x] = 0.0f;\n  float sum",
+        ),
+    ),
+    *mutants(
+        "rmsnorm",
+        "include/row.cuh",
+        (
+            "last round lost",
+            "for (int round = 0; round < kRounds; ++round) load_row",
+            "for (int round = 0; round < (kRounds > 1 ? kRounds - 1 : 1); ++round) load_row",
+        ),
+        (
+            "norm reads the sum unrounded",
+            "to_float(from_float<T>(x[round][i] + other[round][i]))",
+            "x[round][i] + other[round][i]",
+        ),
+        ("residual subtracted", "x[round][i] + other[round][i]", "x[round][i] - other[round][i]"),
+        ("rounds overlap", "(round * static_cast<int>(blockDim.x) + ", "(round * static_cast<int>(blockDim.x - 1) + "),
+        ("sum not stored", "  store_rounds<T, kRounds>(new_residual, size, x);\n", ""),
+    ),
+    *mutants(
+        "rmsnorm",
+        "include/reduce.cuh",
+        ("barrier missing", "  __syncthreads();\n", ""),
+        ("barrier in a branch", "  __syncthreads();\n", "  if (lane == 0) __syncthreads();\n"),
+        ("first offset lost", "offset = kLanes / 2;", "offset = kLanes / 4;"),
+        (
+            "half of the lanes shuffle",
+            "x += __shfl_xor_sync(kAllLanes, x, offset)",
+            "x += __shfl_xor_sync(0xffffu, x, offset)",
+        ),
+        ("a warp too many is read", "lane < num_warps ?", "lane <= num_warps ?"),
+        ("a warp too few is read", "lane < num_warps ?", "lane < num_warps - 1 ?"),
+        ("every lane writes its own place", "if (lane == 0) scratch[threadIdx.x / 32]", "scratch[threadIdx.x]"),
+    ),
+    *mutants(
+        "rmsnorm",
+        "include/vec.cuh",
+        ("tail read without a guard", "row[i + j]) : 0.0f", "row[i + j]) : to_float(row[i + j])"),
+        ("tail written without a guard", "if (i + j < n) row[i + j] =", "row[i + j] ="),
+        (
+            "vector taken where it does not fit",
+            "  if (aligned && i + kWidth<T> <= n) {\n    unpack",
+            "  if (aligned && i < n) {\n    unpack",
+        ),
+        (
+            "vector stored where it does not fit",
+            "  if (aligned && i + kWidth<T> <= n) {\n    store16",
+            "  if (aligned && i < n) {\n    store16",
+        ),
+        (
+            "alignment not looked at",
+            "  if (aligned && i + kWidth<T> <= n) {\n    unpack",
+            "  if (i + kWidth<T> <= n) {\n    unpack",
+        ),
+        ("halves of a word swapped", "pack_bf16(x[2], x[3])", "pack_bf16(x[3], x[2])"),
+    ),
+    *mutants(
+        "layernorm",
+        "layernorm.cu",
+        ("zeros behind the row count", "if (piece<T>(round) + i < size) squares", "squares"),
+        ("scratch used twice", "block_sum(squares, square_scratch)", "block_sum(squares, sum_scratch)"),
+        ("mean kept", "x[round][i] -= mean;", ""),
+        ("bias of another head", "bias + first_weight", "bias"),
+        ("weight of another head", "load_rounds<T, kRounds>(weight + first_weight", "load_rounds<T, kRounds>(weight"),
+        ("bias scaled by the weight", "* scale * weight[round][i] + bias[round][i]", "* scale + bias[round][i]"),
+    ),
+    *mutants(
+        "activation",
+        "activation.cu",
+        ("halves swapped", "activation<kActivation>(gates[j]) * ups[j]", "activation<kActivation>(ups[j]) * gates[j]"),
+        ("up begins one late", "gate + size;", "gate + size - 1;"),
+        (
+            "gelu of tanh for that of erfc",
+            "return 0.5f * x * erfcf(-0.70710678f * x);",
+            "return x / (1.0f + expf(-1.59576912f * (x + 0.044715f * x * x * x)));",
+        ),
+        ("silu of twice x", "expf(-x)", "expf(-1.01f * x)"),
+        (
+            "second block of a row lost",
+            "(static_cast<int>(blockIdx.y * blockDim.x)",
+            "(static_cast<int>(0 * blockDim.x)",
+        ),
+    ),
+    *mutants(
+        "embedding",
+        "embedding.cu",
+        ("last row is unknown", "id < vocab_size", "id < vocab_size - 1"),
+        ("one row too many", "id < vocab_size", "id <= vocab_size"),
+        ("negative ids wrap", "id >= 0 && ", ""),
+        (
+            "offset of 32 bits",
+            "static_cast<index_t>(id) * table_stride",
+            "static_cast<int>(id * static_cast<int>(table_stride))",
+        ),
+        ("tail lost", "j < hidden_size && j < i + kWidth<T>", "j < hidden_size - 1 && j < i + kWidth<T>"),
+    ),
+    *mutants(
+        "rope",
+        "rope.cu",
+        (
+            "turned the other way",
+            "a * cos - b * sin, second = b * cos + a * sin",
+            "a * cos + b * sin, second = b * cos - a * sin",
+        ),
+        ("sine of the neighbour", "sin = cos_sin[half + number]", "sin = cos_sin[half + (number ^ 1)]"),
+        ("rotates the values too", "if (pieces.rotates && !is_value) rotate", "if (pieces.rotates) rotate"),
+        ("norms the values too", "if (has_head && !is_value)", "if (has_head)"),
+        ("heads of k swapped with v", "(is_value ? v_cache : k_cache) +", "(is_value ? k_cache : v_cache) +"),
+        ("padding is stored", "to = slot < 0 ? nullptr : (", "to = slot < -1 ? nullptr : ("),
+        ("slot counts blocks", "(slot * n_kv_heads + head) * head_dim", "(slot * n_kv_heads + head / 2) * head_dim"),
+        (
+            "pieces of the rest overlap",
+            "rotary_dim + 2 * kStep * (lane - num_rotating)",
+            "rotary_dim + kStep * (lane - num_rotating)",
+        ),
+        (
+            "mean over the rotating part",
+            "squares / static_cast<float>(head_dim)",
+            "squares / static_cast<float>(rotary_dim)",
+        ),
+        (
+            "lanes without a head leave early",
+            "  float low[kWidth<T>] = {}, high[kWidth<T>] = {};\n  if (has_head) {",
+            "  float low[kWidth<T>] = {}, high[kWidth<T>] = {};\n  if (!has_head) return;\n  {",
+        ),
+        ("sum over all heads of the warp", "warp_sum<kLanes>(squares)", "warp_sum<32>(squares)"),
+        ("last pair turned", "if (number >= half) continue;", "if (number >= half - 1) continue;"),
+        (
+            "weight of the first head",
+            "const T* weight = q_weight + head * q_weight_stride;",
+            "const T* weight = q_weight;",
+        ),
+        ("token of the neighbour", "cos_sin + t * rotary_dim", "cos_sin + (t ^ 1) * rotary_dim"),
+    ),
+)
+
+GEMM = (  # in tests/cuda/kernels/gemm.cu, a kernel with stages, for what those above do not have
+    ("a wait too weak", "cp_async_wait<1>", "cp_async_wait<2>"),
+    ("the last wait too weak", "cp_async_wait<0>", "cp_async_wait<1>"),
+    ("barrier after the wait missing", "    }\n    __syncthreads();\n    for", "    }\n    for"),
+    ("barrier before the next copies missing", "    }\n    __syncthreads();\n  }\n", "    }\n  }\n"),
+    ("copies not committed", "    cp_async_commit();\n  };", "  };"),
+    ("stage not switched", "const int stage = step % 2;", "const int stage = 0;"),
+    ("next tile over this one", "load(1 - stage,", "load(stage,"),
+    ("fragment of the neighbour", "lane / 8 % 2 * 8", "lane / 16 % 2 * 8"),
+    ("rows without a guard", "num_rows, has_column", "num_rows + 1, has_column"),
+    ("output without a guard", "row < num_rows && column < num_columns", "row < num_rows + 1 && column < num_columns"),
+    ("last step lost", "step < num_steps; ++step", "step < num_steps - 1; ++step"),
+    ("half of the depth", "k < kDepth; k += 16", "k < kDepth; k += 32"),
+    (
+        "halves of a fragment swapped",
+        "+ k / 2 * 8;\n        const int column",
+        "+ k % 2 * 8;\n        const int column",
+    ),
+)

@@ -1,0 +1,100 @@
+"""The cases must be able to fail: each planted fault is found by at least one of them, in at least one order."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from conformance.host import KernelFault, Library
+from conformance.host_build import CUDA
+from tests.cuda.cases import cases
+from tests.cuda.launchers import NAMES, Kernels
+from tests.cuda.mutants import GEMM, MUTANTS, Mutant
+from tests.cuda.test_kernels import ORDERS
+from tests.cuda.test_shim import KERNELS
+
+
+def isolated(function: Callable[..., str], *arguments: Any) -> str:
+    """The answer of a function that runs in a process of its own, or that the process died: a kernel that writes where
+    it should not can take all with it."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        try:
+            return pool.submit(function, *arguments).result()
+        except BrokenProcessPool:
+            return "the process died"
+
+
+def planted(text: str, old: str, new: str) -> str:
+    assert text.count(old) == 1, f"{old!r} is there {text.count(old)} times"
+    return text.replace(old, new)
+
+
+def finding(stem: str, folder: Path) -> str:
+    """The first case in bfloat16 that a copy of cuda/ fails, and how; "" if it passes all."""
+    names = tuple(name for name in NAMES[stem] if "bf16" in name and ", 3>" not in name)
+    for how in ORDERS:
+        for case in cases(stem):
+            if case.storage != "bfloat16":
+                continue
+            try:
+                found = case.check(Kernels(stem, folder, names, how))
+            except KernelFault as fault:
+                found = [str(fault)]
+            if found:
+                return f"{case} {how}: {found[0]}"
+    return ""
+
+
+def copy_of_cuda(folder: Path) -> Path:
+    return Path(shutil.copytree(CUDA, folder / "cuda"))
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_a_planted_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
+    copy = copy_of_cuda(tmp_path)
+    file = copy / mutant.file
+    file.write_text(planted(file.read_text("utf-8"), mutant.old, mutant.new), "utf-8")
+    assert isolated(finding, mutant.stem, copy), "all cases pass"
+
+
+@pytest.mark.parametrize("stem", NAMES)
+def test_nothing_is_found_in_a_true_copy(stem: str, tmp_path: Path) -> None:
+    assert finding(stem, copy_of_cuda(tmp_path)) == ""
+
+
+def wrong_product(source: Path) -> str:
+    """Whether the kernel of gemm.cu gives anything but a · bᵀ, or writes beside it, in any order, and in which."""
+    library = Library(source, ["gemm<bf16>"])
+    rng = np.random.default_rng(2)
+    a, b = (rng.standard_normal((n, 160)).astype(ml_dtypes.bfloat16) for n in (70, 67))
+    for how in ORDERS:
+        whole = np.full((72, 67), -7.0, np.float32)
+        whole[1:71] = np.nan
+        try:
+            library.launch("gemm<bf16>", (2, 2), (128,), [a, b, whole[1:71], *map(np.int32, (70, 67, 160))], **how)
+        except KernelFault as fault:
+            return str(fault)
+        expected = a.astype(np.float64) @ b.astype(np.float64).T
+        if not (np.abs(whole[1:71] - expected) < 1e-3).all() or not (whole[[0, 71]] == -7).all():
+            return f"wrong numbers {how}"
+    return ""
+
+
+@pytest.mark.parametrize(("fault", "old", "new"), GEMM, ids=lambda value: value.replace(" ", "-")[:40])
+def test_a_planted_fault_of_a_pipeline_is_found(fault: str, old: str, new: str, tmp_path: Path) -> None:
+    source = tmp_path / "gemm.cu"
+    source.write_text(planted((KERNELS / "gemm.cu").read_text("utf-8"), old, new), "utf-8")
+    assert isolated(wrong_product, source)
+
+
+def test_the_true_pipeline_is_right() -> None:
+    assert wrong_product(KERNELS / "gemm.cu") == ""

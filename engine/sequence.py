@@ -47,7 +47,7 @@ class Sequence:
     seed: int
     max_len: int  # prompt and output together; the output ends here at the latest
     stop_ids: dict[int, int | None]  # ids that end the sequence → stop_reason (None for the model's own)
-    rope_len: int = 0  # the length that chose a dynamic rope table; 0 where the table is fixed
+    rope_len: int = 0  # which rope table its prompt's length chose (see RopeTable.rope_len); 0: the usual
     soft_prompt_ids: tuple[int, ...] = ()  # of vectors that the model puts before the prompt; they count as prompt here
     two_way_len: int = 0  # leading tokens that see each other both ways, and so are computed in one step
     token_ids: list[int] = field(default_factory=list)

@@ -1,12 +1,12 @@
 // op         linear, defined by ref/linear.py; for few tokens: cuda/linear_tiles.cu is for more
 // maths      y[m, n] = Σ_k x[m, k] · weight[n, k] (+ bias[n])
 // tensors    x [num_tokens, in_features] T, rows x_stride apart; weight [out_features, in_features] T; bias
-//            [out_features] T or null; y [num_tokens, out_features] T. in_features and x_stride are multiples of 8, x and
+//            [out_features] T or null; y [num_tokens, out_features] Y. in_features and x_stride are multiples of 8, x and
 //            weight at multiples of 16 bytes
 // a block    owns 16 · kRowTiles rows of the weight and all tokens; its warps share in_features step by step (32
 //            numbers a step) and add up at the end in the order of warps. A thread reads 16 bytes of a row at a time,
 //            straight into the registers that the tensor cores take: no shared memory on the way, each weight once
-// template   T bf16 or fp16; kRowTiles 1, 2 or 4; kTokenTiles 1, 2 or 4 (8 tokens each); kAhead steps of a warp on the
+// template   T bf16 or fp16; Y the same or float; kRowTiles 1, 2 or 4; kTokenTiles 1, 2 or 4 (8 tokens each); kAhead steps of a warp on the
 //            way; kWarps of a block
 // sums       float32, mma by mma in the order of steps within a warp, then warp by warp; one rounding at the end
 // launcher   grid ⌈out_features / (16 · kRowTiles)⌉, block 32 · kWarps, shared memory kWarps · 8 · kTokenTiles ·
@@ -18,9 +18,9 @@ constexpr int kStep = 32;  // numbers of a row that a warp takes at once: 4 thre
 
 // A thread's 16 bytes hold in_features 8·pair … 8·pair + 7 of a step. Which of them the tensor cores call k = 2·pair
 // is of no account as long as weight and x agree: the first four serve one mma of 16, the last four another.
-template <typename T, int kRowTiles, int kTokenTiles, int kAhead, int kWarps>
+template <typename T, typename Y, int kRowTiles, int kTokenTiles, int kAhead, int kWarps>
 __global__ void __launch_bounds__(32 * kWarps)
-    linear_skinny(const T* x, const T* __restrict__ weight, const T* __restrict__ bias, T* y, int num_tokens,
+    linear_skinny(const T* x, const T* __restrict__ weight, const T* __restrict__ bias, Y* y, int num_tokens,
                   int out_features, int in_features, index_t x_stride, int prefetch) {
   constexpr int kRows = 16 * kRowTiles, kTokens = 8 * kTokenTiles;
   dependency_launch();  // what comes after may fetch its own weights; it waits for y by itself
@@ -109,6 +109,6 @@ __global__ void __launch_bounds__(32 * kWarps)
 #pragma unroll
     for (int other = 0; other < kWarps; ++other) sum += parts[(other * kTokens + token) * kPitch + row];
     if (bias != nullptr) sum += to_float(bias[first_row + row]);
-    y[static_cast<index_t>(token) * out_features + first_row + row] = from_float<T>(sum);
+    y[static_cast<index_t>(token) * out_features + first_row + row] = from_float<Y>(sum);
   }
 }

@@ -1,12 +1,12 @@
 // op         linear, defined by ref/linear.py; for some tens of tokens: cuda/linear.cu is for fewer
 // maths      y[m, n] = Σ_k x[m, k] · weight[n, k] (+ bias[n])
 // tensors    x [num_tokens, in_features] T, rows x_stride apart; weight [out_features, in_features] T; bias
-//            [out_features] T or null; y [num_tokens, out_features] T. in_features and x_stride are multiples of 8, x and
+//            [out_features] T or null; y [num_tokens, out_features] Y. in_features and x_stride are multiples of 8, x and
 //            weight at multiples of 16 bytes. With several splits: partials [num_splits, num_blocks of a split, numbers of
 //            a tile] float32, and a counter for each block of a split, 0 before and after
 // a block    owns kRows rows of the weight, kTokens tokens and one of num_splits parts of in_features, which it takes in
 //            steps of 64: kStages of them are on the way through shared memory, whose rows of 128 bytes are swizzled
-// template   T bf16 or fp16; a warp has 16 · kTokenTiles tokens and 16 · kRowTiles rows, and a block kTokenWarps times
+// template   T bf16 or fp16; Y the same or float; a warp has 16 · kTokenTiles tokens and 16 · kRowTiles rows, and a block kTokenWarps times
 //            kRowWarps of them; kStages 3 or more
 // sums       float32, in the order of in_features within a split, then split by split by the block that comes last; one
 //            rounding at the end
@@ -24,9 +24,9 @@ constexpr int kFirstLoads = 8;   // pieces of x that a thread reads at once befo
 // pieces of a row that are written at once, are in different banks.
 __device__ __forceinline__ int place(int row, int piece) { return row * kRowBytes + ((piece ^ (row % 8)) * 16); }
 
-template <typename T, int kTokenTiles, int kRowTiles, int kTokenWarps, int kRowWarps, int kStages>
+template <typename T, typename Y, int kTokenTiles, int kRowTiles, int kTokenWarps, int kRowWarps, int kStages>
 __global__ void __launch_bounds__(32 * kTokenWarps * kRowWarps)
-    linear_tiles(const T* x, const T* __restrict__ weight, const T* __restrict__ bias, T* y, float* partials,
+    linear_tiles(const T* x, const T* __restrict__ weight, const T* __restrict__ bias, Y* y, float* partials,
                  unsigned* counters, int num_tokens, int out_features, int in_features, index_t x_stride,
                  int prefetch) {
   constexpr int kThreads = 32 * kTokenWarps * kRowWarps;
@@ -164,9 +164,9 @@ __global__ void __launch_bounds__(32 * kTokenWarps * kRowWarps)
 
   // Through shared memory, so that y is written 16 bytes at a time. A row there is 16 bytes longer: 8 tokens of a
   // column are in different banks.
-  constexpr int kPitch = kRows + 8;
-  static_assert(kTokens * kPitch * 2 <= kStages * kStageBytes, "the tile of y fits where the stages were");
-  T* const tile_of_y = reinterpret_cast<T*>(shared);  // [kTokens][kPitch]
+  constexpr int kPitch = kRows + kWidth<Y>, kRowPieces = kRows / kWidth<Y>;
+  static_assert(kTokens * kPitch * sizeof(Y) <= kStages * kStageBytes, "the tile of y fits where the stages were");
+  Y* const tile_of_y = reinterpret_cast<Y*>(shared);  // [kTokens][kPitch]
   __syncthreads();
   const int group = lane / 4, pair = lane % 4;
 #pragma unroll
@@ -181,20 +181,20 @@ __global__ void __launch_bounds__(32 * kTokenWarps * kRowWarps)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         tile_of_y[(warp_token + 16 * tile + group + i / 2 * 8) * kPitch + row + i % 2] =
-            from_float<T>(sums[tile][rows / 2][rows % 2][i] + biases[i % 2]);
+            from_float<Y>(sums[tile][rows / 2][rows % 2][i] + biases[i % 2]);
   }
   __syncthreads();
-  const bool aligned = out_features % 8 == 0 && is_aligned(y);
-  for (int i = threadIdx.x; i < kTokens * kRows / 8; i += kThreads) {
-    const int token = i / (kRows / 8), row = i % (kRows / 8) * 8;
+  const bool aligned = out_features % kWidth<Y> == 0 && is_aligned(y);
+  for (int i = threadIdx.x; i < kTokens * kRowPieces; i += kThreads) {
+    const int token = i / kRowPieces, row = i % kRowPieces * kWidth<Y>;
     if (first_token + token >= num_tokens || first_row + row >= out_features) continue;
-    T* const target = y + static_cast<index_t>(first_token + token) * out_features + first_row + row;
-    const T* const source = tile_of_y + token * kPitch + row;
+    Y* const target = y + static_cast<index_t>(first_token + token) * out_features + first_row + row;
+    const Y* const source = tile_of_y + token * kPitch + row;
     if (aligned) {
       store16(target, load16(source));
     } else {
 #pragma unroll
-      for (int j = 0; j < 8; ++j)
+      for (int j = 0; j < kWidth<Y>; ++j)
         if (first_row + row + j < out_features) target[j] = source[j];
     }
   }

@@ -1,4 +1,4 @@
-"""Dense linear layers on a GPU: two kernels of ours for few tokens, the vendor's library for many. Defined by ref.linear.
+"""Dense linear layers on a GPU: kernels of ours for few tokens, the vendor's library for many. Defined by ref.linear.
 
 cuda/linear.cu streams the weights straight into registers; cuda/linear_tiles.cu takes them and the tokens through
 shared memory. Which of them, and with which sizes, is a table of measurements (CHOICES).
@@ -83,9 +83,18 @@ CHOICES: tuple[tuple[int, float, Choice], ...] = (
 
 def linear(x: Array, weight: LinearWeight, *, device: Device) -> Array:
     """y = x Wᵀ + bias, [num_tokens, in_features] → [num_tokens, out_features], type of x."""
+    return _linear("linear", x, weight, x.dtype, device)
+
+
+def logits(x: Array, weight: LinearWeight, *, device: Device) -> Array:
+    """linear, rounded to nothing: [num_rows, hidden_size] → [num_rows, vocab_size] float32."""
+    return _linear("logits", x, weight, np.float32, device)
+
+
+def _linear(kernel: str, x: Array, weight: LinearWeight, dtype: Any, device: Device) -> Array:
     stored = weight.tensors["weight"]
-    require("linear", "x", x, (None, weight.in_features), stored.dtype)
-    y = device.empty((x.shape[0], weight.out_features), x.dtype)
+    require(kernel, "x", x, (None, weight.in_features), stored.dtype)
+    y = device.empty((x.shape[0], weight.out_features), dtype)
     if not y.size:
         return y
     choice = choose(x.shape[0], weight.out_features, device) if _is_ours(x) else None
@@ -115,8 +124,8 @@ def fitting(tiles: Tiles, max_shared_bytes: int) -> Tiles:
 
 
 def launch(choice: Skinny | Tiles, x: Array, weight: Array, bias: Array | None, y: Array, device: Device) -> None:
-    """Starts one of our kernels: all arrays of one 16-bit type, x in rows at multiples of 16 bytes."""
-    type_ = type_name("linear", "x", x)
+    """Starts one of our kernels: arrays of one 16-bit type, x in rows at multiples of 16 bytes; y may be float32."""
+    types = f"{type_name('linear', 'x', x)}, {type_name('linear', 'y', y)}"
     num_tokens, (out_features, in_features) = x.shape[0], weight.shape
     sizes = (*map(np.int32, (num_tokens, out_features, in_features)), stride(x), np.int32(choice.prefetch))
     if isinstance(choice, Skinny):
@@ -124,7 +133,7 @@ def launch(choice: Skinny | Tiles, x: Array, weight: Array, bias: Array | None, 
         rows = SKINNY_ROWS * choice.row_tiles
         device.launch(
             Instance(
-                "linear", f"linear_skinny<{type_}, {choice.row_tiles}, {token_tiles}, {choice.ahead}, {choice.warps}>"
+                "linear", f"linear_skinny<{types}, {choice.row_tiles}, {token_tiles}, {choice.ahead}, {choice.warps}>"
             ),
             (ceil_div(out_features, rows),),
             (32 * choice.warps,),
@@ -139,7 +148,7 @@ def launch(choice: Skinny | Tiles, x: Array, weight: Array, bias: Array | None, 
         partials = device.empty((splits, blocks[0] * choice.tokens, blocks[1] * choice.rows), np.float32)
     shape = (choice.token_tiles, choice.row_tiles, choice.token_warps, choice.row_warps, choice.stages)
     device.launch(
-        Instance("linear_tiles", f"linear_tiles<{type_}, {', '.join(map(str, shape))}>"),
+        Instance("linear_tiles", f"linear_tiles<{types}, {', '.join(map(str, shape))}>"),
         (*blocks, splits),
         (choice.threads,),
         [x, weight, bias, y, partials, device.counters if splits > 1 else None, *sizes],

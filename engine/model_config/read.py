@@ -93,7 +93,7 @@ def summary(config: ModelConfig) -> str:
         place = f"in {sum(moe.layers)} of {config.n_layers} layers"
         text += f"{moe.n_experts} experts {place}, {moe.n_experts_per_tok} a token; "
     text += "no rope" if rope.kind == "none" else f"rope {rope.kind}, base {rope.theta:g}"
-    if rope.kind not in ("none", "default", "ntk_alpha"):
+    if rope.kind not in ("none", "default", "ntk_alpha", "longrope"):
         text += f", factor {rope.factor:g}"
     if rope.original_max_position_embeddings:
         text += f", original length {rope.original_max_position_embeddings}"

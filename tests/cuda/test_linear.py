@@ -1,0 +1,278 @@
+"""Both linear kernels against ref, in shapes that fill no tile, and planted faults that these cases must see."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from conformance.compare import compare
+from conformance.host import MAX_SHARED_BYTES, KernelFault
+from conformance.host_build import CUDA
+from conformance.host_device import HostDevice, Notes
+from conformance.tolerance import RULE
+from engine.errors import KernelError
+from engine.kernels.linear import CHOICES, MIN_STAGES, Skinny, Tiles, choose, launch, linear, logits
+from engine.weights import LinearWeight
+from ref.linear import linear as ref_linear
+from ref.numerics import round_to
+from tests.cuda.judge import STORAGES
+
+Array = NDArray[Any]
+Choice = Skinny | Tiles
+
+SKINNY = Skinny(1, 2, 2, prefetch=1)
+WIDE_SKINNY = Skinny(2, 1, 3)
+TILES = Tiles(1, 1, 1, 2, 3, prefetch=2)  # 16 tokens by 32 rows
+SPLIT = Tiles(1, 1, 1, 2, 3, blocks_per_sm=4)  # the same instance
+WIDE_TILES = Tiles(2, 2, 2, 2, 3, blocks_per_sm=2)  # 64 tokens by 64 rows
+ORDERS = (("in_step", 0), ("greedy", 0), ("random", 1))
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_tokens: int
+    out_features: int
+    in_features: int
+    bias: bool = False
+
+
+FEW = tuple(Shape(m, 17 + m, 8 * m, bias=m % 2 == 0) for m in range(1, 9))
+SOME = (*(Shape(m, 33, 8 * m + 400, bias=m % 2 == 1) for m in range(9, 18)), Shape(33, 70, 200, True))
+MANY = (Shape(64, 64, 576), Shape(100, 66, 584, True), Shape(128, 31, 136, True))
+LONG = (Shape(5, 36, 1048, True), Shape(17, 40, 1032), Shape(2, 7, 640))  # several splits
+RUNS = {
+    "skinny": (SKINNY, "bfloat16", (*FEW, *SOME[:-1])),
+    "skinny-float16": (SKINNY, "float16", (Shape(8, 40, 72, True), Shape(3, 16, 264))),
+    "wide-skinny": (WIDE_SKINNY, "bfloat16", (Shape(1, 32, 8), Shape(7, 65, 1000, True))),
+    "tiles": (TILES, "bfloat16", (*FEW[::3], *SOME)),
+    "tiles-float16": (TILES, "float16", (Shape(17, 31, 72, True),)),
+    "split": (SPLIT, "bfloat16", LONG),
+    "wide-tiles": (WIDE_TILES, "bfloat16", MANY),
+}
+
+
+@cache
+def device(order: tuple[str, int] = ORDERS[0], sanitizer: str = "") -> HostDevice:
+    return HostDevice(*order, sanitizer=sanitizer)
+
+
+def normal(shape: Shape, storage: str) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    return _inputs(shape, storage, lambda *size: rng.standard_normal(size, np.float32))
+
+
+def integers(shape: Shape, storage: str) -> dict[str, Any]:
+    """Of which every sum is exact in float32: what comes out has been rounded once, or it is wrong."""
+    rng = np.random.default_rng(1)
+    return _inputs(shape, storage, lambda *size: rng.integers(-4, 5, size))
+
+
+def _inputs(shape: Shape, storage: str, make: Callable[..., Array]) -> dict[str, Any]:
+    """x is a part of longer rows of NaN."""
+    rows = np.full((shape.num_tokens, shape.in_features + 16), np.nan, STORAGES[storage])
+    x = rows[:, 8:-8]
+    x[...] = make(*x.shape)
+    weight = make(shape.out_features, shape.in_features).astype(x.dtype)
+    return {"x": x, "weight": weight, "bias": make(shape.out_features).astype(x.dtype) if shape.bias else None}
+
+
+def in_type(dtype: Any, x: Array, weight: Array, bias: Array | None) -> Array:
+    return ref_linear(x.astype(dtype), weight.astype(dtype), None if bias is None else bias.astype(dtype))
+
+
+def run(on: HostDevice, choice: Choice, x: Array, weight: Array, bias: Array | None, dtype: Any = None) -> Array:
+    y = np.full((len(x) + 2, len(weight)), np.nan, dtype or x.dtype)  # two rows more, which must stay as they are
+    launch(choice, x, weight, bias, y[1:-1], on)
+    assert np.isnan(y[[0, -1]].astype(np.float32)).all(), "wrote outside y"
+    assert not on.counters.any(), "left a counter that is not zero"
+    return y[1:-1]
+
+
+def problems(on: HostDevice, choice: Choice, shape: Shape, storage: str) -> list[str]:
+    """What is wrong with normal numbers, within the tolerance, and with integers, to the bit."""
+    given = normal(shape, storage)
+    actual = run(on, choice, **given).astype(np.float32)
+    yardstick = round_to(in_type(np.float32, **given), storage).astype(np.float32)
+    found = [compare(actual, in_type(np.float64, **given), yardstick, RULE, storage).problem]
+    given = integers(shape, storage)
+    different = run(on, choice, **given).astype(np.float32) != round_to(in_type(np.float32, **given), storage)
+    found.append(f"has {np.sum(different)} sums of integers that are not exact" if different.any() else "")
+    return [f"y of {choice} for {shape} {problem}" for problem in found if problem]
+
+
+@pytest.mark.parametrize(("choice", "storage", "shapes"), RUNS.values(), ids=RUNS)
+def test_against_ref(choice: Choice, storage: str, shapes: Sequence[Shape]) -> None:
+    for number, shape in enumerate(shapes):
+        assert problems(device(ORDERS[number % len(ORDERS)]), choice, shape, storage) == []
+
+
+@pytest.mark.parametrize("choice", [SKINNY, TILES], ids=["skinny", "tiles"])
+def test_float32_out(choice: Choice) -> None:
+    """Logits: float32 sums of 16-bit products, rounded to nothing."""
+    given = normal(Shape(7, 45, 136, bias=True), "bfloat16")
+    actual = run(device(), choice, **given, dtype=np.float32)
+    truth, yardstick = in_type(np.float64, **given), in_type(np.float32, **given)
+    assert compare(actual, truth, yardstick, RULE, "float32").problem == ""
+
+
+def test_the_last_split_adds_up_in_one_order() -> None:
+    """Whichever block of a tile comes last, the bits are the same."""
+    given = normal(LONG[0], "bfloat16")
+    assert SPLIT.splits(5, 36, 1048, device().num_sms) > 3
+    first = run(device(), SPLIT, **given, dtype=np.float32)
+    for seed in range(4):
+        assert np.array_equal(run(device(("random", seed)), SPLIT, **given, dtype=np.float32), first)
+
+
+@pytest.mark.parametrize("choice", [SKINNY, SPLIT], ids=["skinny", "split"])
+def test_nothing_outside_is_touched(choice: Choice) -> None:
+    """Under AddressSanitizer."""
+    assert problems(device(sanitizer="address"), choice, Shape(5, 35, 648, bias=True), "bfloat16") == []
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 9, 16, 17, 33, 64, 100, 128])
+@pytest.mark.parametrize("out_features", [96, 4096, 28672, 128256])
+def test_choices_fit_the_smallest_gpus(num_tokens: int, out_features: int) -> None:
+    """KRN: what is chosen for a block with 99 KiB of shared memory keeps to it, and takes all tokens."""
+    on = Notes(num_sms=84, max_shared_bytes=MAX_SHARED_BYTES)
+    choice = choose(num_tokens, out_features, on)
+    if isinstance(choice, Tiles):
+        assert choice.shared_bytes <= MAX_SHARED_BYTES
+        assert choice.stages >= MIN_STAGES
+        copied_rows = choice.threads // 8
+        assert choice.tokens % copied_rows == choice.rows % copied_rows == 0
+    elif choice is not None:
+        assert num_tokens <= 32
+        assert choice.warps <= 32
+
+
+def test_choices_are_in_order() -> None:
+    assert [line[:2] for line in CHOICES] == sorted(line[:2] for line in CHOICES)
+    assert {line[0] for line in CHOICES} == {line[0] for line in CHOICES if line[1] == float("inf")}
+
+
+def weight_of(shape: Shape, dtype: Any) -> tuple[Array, LinearWeight]:
+    given = normal(shape, dtype)
+    tensors = {"weight": given["weight"]}
+    return given["x"], LinearWeight("dense", shape.out_features, shape.in_features, tensors, given["bias"])
+
+
+@pytest.mark.parametrize("function", [linear, logits])
+def test_wrapper(function: Callable[..., Array]) -> None:
+    """Few tokens by a kernel, many by the library; the same answer within bfloat16."""
+    for num_tokens, is_ours in ((3, True), (1000, False)):
+        x, weight = weight_of(Shape(num_tokens, 24, 40, bias=True), "bfloat16")
+        notes = Notes()
+        function(x, weight, device=notes)
+        assert bool(notes.instances) == is_ours
+        y = function(x, weight, device=device())
+        assert y.dtype == (x.dtype if function is linear else np.float32)
+        truth = in_type(np.float64, x, weight.tensors["weight"], weight.bias)
+        np.testing.assert_allclose(y.astype(np.float64), truth, atol=2**-8 * np.abs(truth).max() * 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "storage"), [(Shape(3, 24, 41), "bfloat16"), (Shape(3, 24, 40), "float32")], ids=["41", "float32"]
+)
+def test_what_the_kernels_cannot_read_goes_to_the_library(shape: Shape, storage: str) -> None:
+    x, weight = weight_of(shape, storage)
+    notes = Notes()
+    linear(x, weight, device=notes)
+    assert not notes.instances
+
+
+def test_no_tokens() -> None:
+    x, weight = weight_of(Shape(1, 24, 40), "bfloat16")
+    assert linear(x[:0], weight, device=device()).shape == (0, 24)
+
+
+def test_wrong_arguments() -> None:
+    """A wrong shape or type raises before anything is launched, and names the argument."""
+    x, weight = weight_of(Shape(3, 24, 40), "bfloat16")
+    with pytest.raises(KernelError, match=r"linear: x has shape \[3, 39\]; expected \[any, 40\]"):
+        linear(x[:, 1:], weight, device=device())
+    with pytest.raises(KernelError, match="linear: x is float16; expected bfloat16"):
+        linear(x.astype(np.float16), weight, device=device())
+    with pytest.raises(KernelError, match="logits: the last axis of x has gaps"):
+        logits(np.repeat(x, 2, axis=1)[:, ::2], weight, device=device())
+
+
+MUTANTS = {  # fault: the file, text found once in it, what replaces it
+    "a warp's last step lost": ("linear", "kWarps - 1 - warp) / kWarps", "0 - warp) / kWarps"),
+    "x read behind its row": ("linear", "= k < in_features ? load16", "= k < in_features + 8 ? load16"),
+    "x of another step": (
+        "linear",
+        "load_x(first + u + kAhead, v[u])",
+        "load_x(first + u + kAhead, v[kAhead - 1 - u])",
+    ),
+    "warps added up too early": (
+        "linear",
+        "  __syncthreads();\n  for (int i = threadIdx.x; i < kRows",
+        "  for (int i = threadIdx.x; i < kRows",
+    ),
+    "a warp's sums lost": ("linear", "other < kWarps; ++other", "other < kWarps - 1; ++other"),
+    "bias of another row": ("linear", "bias[first_row + row]", "bias[row]"),
+    "numbers of a step swapped": ("linear", "{v[u][t].z, v[u][t].w}", "{v[u][t].w, v[u][t].z}"),
+    "rows behind the last written": ("linear", "first_row + row >= out_features || ", ""),
+    "rounded before the bias": (
+        "linear",
+        "if (bias != nullptr) sum +=",
+        "if (bias != nullptr) sum = to_float(from_float<T>(sum)) +",
+    ),
+    "stage used before it has come": ("linear_tiles", "cp_async_wait<kStages - 2>", "cp_async_wait<kStages - 1>"),
+    "stage overwritten while in use": ("linear_tiles", "    __syncthreads();  // this", "    // this"),
+    "stage of another step": (
+        "linear_tiles",
+        "const int next = step + kStages - 1;",
+        "const int next = step + kStages;",
+    ),
+    "pieces of the weight swapped": ("linear_tiles", "w_piece = lane / 8 % 2", "w_piece = 1 - lane / 8 % 2"),
+    "swizzled otherwise when read": (
+        "linear_tiles",
+        "place(x_row + 16 * tile, k + x_piece)",
+        "(x_row + 16 * tile) * 128 + (k + x_piece) * 16",
+    ),
+    "x of the first split in all": (
+        "linear_tiles",
+        "const int k = (begin + row / kTokens)",
+        "const int k = (row / kTokens)",
+    ),
+    "first split lost": ("linear_tiles", "for (int other = 0; other <", "for (int other = 1; other <"),
+    "added up by every split": ("linear_tiles", "if (*before < gridDim.z - 1) return;", ""),
+    "counter not brought back": (
+        "linear_tiles",
+        "atomicInc(counters + block, gridDim.z - 1)",
+        "atomicInc(counters + block, gridDim.z)",
+    ),
+    "y written over stages in use": ("linear_tiles", "  __syncthreads();\n  const int group", "  const int group"),
+    "tokens behind the last written": ("linear_tiles", "first_token + token >= num_tokens || ", ""),
+}
+
+
+@pytest.mark.parametrize("fault", MUTANTS)
+def test_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
+    stem, text, replacement = MUTANTS[fault]
+    source = (CUDA / f"{stem}.cu").read_text("utf-8")
+    assert source.count(text) == 1
+    shutil.copytree(CUDA / "include", tmp_path / "include")
+    (tmp_path / "host").symlink_to(CUDA / "host")
+    (tmp_path / f"{stem}.cu").write_text(source.replace(text, replacement), "utf-8")
+    shapes = (Shape(5, 36, 1048, True), Shape(7, 23, 648, True))
+    for order in ORDERS:
+        mutated = HostDevice(*order, folder=tmp_path)
+        for shape in shapes:
+            try:
+                seen = problems(mutated, SKINNY if stem == "linear" else SPLIT, shape, "bfloat16")
+            except (KernelFault, AssertionError):
+                return
+            if seen:
+                return
+    pytest.fail(f"nothing noticed: {fault}")

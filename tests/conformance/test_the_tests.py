@@ -187,7 +187,7 @@ def test_a_fault_in_the_rope_table_is_caught(old: str, new: str, monkeypatch: py
     [
         ("config.windows[layer], ops)", "None, ops)"),
         ("head_dim**-0.5", "config.hidden_size**-0.5"),
-        ("batch.block_table[num_decodes:],", "batch.block_table[: len(batch.block_table) - num_decodes],"),
+        ("table[num_decodes:],", "table[: len(table) - num_decodes],"),
     ],
 )
 def test_a_fault_in_the_model_is_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:

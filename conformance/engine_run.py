@@ -17,6 +17,7 @@ from engine.checkpoint.loader import load_model_config, load_weights
 from engine.checkpoint.prepare import prepare_weights
 from engine.checkpoint.source import resolve
 from engine.comm.communicator import OneRank
+from engine.forward import EagerForward
 from engine.kv_cache import make_kv_cache
 from engine.models.registry import ARCHITECTURES
 from engine.ops import OpTable
@@ -46,7 +47,8 @@ def make_runner(
     )
     rope = RopeTable(config.rope, config.rotary_dim, max(map(len, prompts)))
     sampler = Sampler(config.vocab_size, 1, ops.sampling)
-    return ModelRunner(model, ops, make_comm(ops), cache, rope, sampler)
+    forward = EagerForward(model, make_comm(ops), cache, rope)
+    return ModelRunner(model, forward, cache, rope, sampler, ops.sampling)
 
 
 def run_chunks(runner: ModelRunner, prompts: Prompts, chunks: Sequence[int]) -> list[Array]:

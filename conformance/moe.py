@@ -188,7 +188,8 @@ def _shared_candidate(
     ops: OpTable, x: Array, gate_up_proj: Array, down_proj: Array, shared_expert_gate: Array | None
 ) -> Outputs:
     gate = None if shared_expert_gate is None else _prepared(ops, shared_expert_gate)
-    return {"out": ops.moe_shared_expert(x, _prepared(ops, gate_up_proj), _prepared(ops, down_proj), shared_expert_gate=gate)}
+    weights = (_prepared(ops, gate_up_proj), _prepared(ops, down_proj))
+    return {"out": ops.moe_shared_expert(x, *weights, shared_expert_gate=gate)}
 
 
 def _shared_disturb(inputs: Inputs, rng: np.random.Generator) -> Kept:

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import logging
 import time
 from dataclasses import dataclass
 
-from threadpoolctl import threadpool_limits
-
 from engine.api import ModelInfo
+from engine.backends.backend import Backend
 from engine.blocks import BlockManager
-from engine.checkpoint.loader import load_model_config, load_weights
-from engine.checkpoint.prepare import prepare_weights
+from engine.checkpoint.loader import load_model_config
 from engine.checkpoint.source import ModelSource, resolve
 from engine.comm.communicator import OneRank
-from engine.config import EngineConfig, ModelConfig
+from engine.config import EngineConfig, ModelConfig, StepLimits
 from engine.errors import ConfigError
 from engine.faults import Faults
-from engine.kv_cache import make_kv_cache
 from engine.loop import Engine, Limits
-from engine.memory import MemoryPlan, plan_memory
+from engine.memory import MemoryPlan
 from engine.model_config.read import summary
 from engine.models.model import Model
 from engine.models.registry import ARCHITECTURES
-from engine.ops import OpTable, cpu_ops
 from engine.rope_table import RopeTable
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
-from engine.system import has_nvidia_driver, usable_cores
+from engine.system import has_nvidia_driver
 
 logger = logging.getLogger(__name__)
 
@@ -49,29 +47,20 @@ def build_engine(config: EngineConfig, faults: Faults | None = None, progress: b
     Raises:
         ConfigError, CheckpointError: the model cannot be served; the message says why.
     """
-    if config.device == "cuda":
-        raise ConfigError("--device cuda: the GPU kernels are not there yet; use --device cpu")
-    if has_nvidia_driver():
-        logger.warning("there is an NVIDIA GPU here, but the GPU kernels are not there yet: this model runs on the CPU")
-    num_threads = config.num_threads or usable_cores()
-    logger.info("device cpu, float32, %d threads", num_threads)
     source = resolve(config.model)
     model_config = load_model_config(source)
     logger.info("%s: %s", source.name, summary(model_config))
     max_model_len = _max_model_len(config, model_config)
+    backend = make_backend(config, model_config)
+    logger.info("%s", backend.description)
+    limits = config.step_limits(backend.limits)
     architecture = ARCHITECTURES[model_config.architecture]
-    threadpool_limits(1, user_api="blas")  # the threads are those of engine.cpu.team
-    ops = cpu_ops(num_threads)
-    weight_map = architecture.weight_map(model_config)
-    weights = prepare_weights(
-        load_weights(source, weight_map, seed=config.seed, progress=progress, load_format=config.load_format),
-        weight_map,
-        ops,
-    )
-    model = architecture.build(model_config, weights, ops)
-    memory = plan_memory(config, model, weights.num_bytes, len(model_config.soft_prompt_ids) + max_model_len)
+    weights = backend.load(source, architecture.weight_map(model_config), config, progress)
+    model = architecture.build(model_config, weights, backend.ops)
+    num_positions = len(model_config.soft_prompt_ids) + max_model_len
+    memory = backend.plan_memory(config, limits, model, weights, num_positions)
     logger.info("memory:\n%s", memory.table())
-    engine = _assemble(config, model, ops, memory, max_model_len, faults)
+    engine = _assemble(config, limits, model, backend, memory, max_model_len, faults)
     own_names = (source.name, "starter") if config.model == "starter" else (source.name,)
     info = ModelInfo(
         names=config.served_model_name or own_names,
@@ -87,19 +76,62 @@ def build_engine(config: EngineConfig, faults: Faults | None = None, progress: b
     return BuiltEngine(engine, info, source, memory)
 
 
+def make_backend(config: EngineConfig, model_config: ModelConfig) -> Backend:
+    """The machine that is asked for; a GPU, if there is one that can run the model, where nothing is said.
+
+    Raises:
+        ConfigError: that machine is not here, or cannot run the model.
+    """
+    name, why = config.device, ""
+    if name == "auto":
+        name = "cuda" if has_nvidia_driver() and config.dtype != "float32" else "cpu"
+        why = _no_gpu(model_config) if name == "cuda" else ""
+        if why:
+            logger.warning("there is an NVIDIA GPU here, but this model runs on the CPU: %s", why)
+            name = "cpu"
+    elif name == "cuda":
+        why = _no_gpu(model_config) if has_nvidia_driver() else "no NVIDIA driver is loaded on this machine"
+        if why:
+            raise ConfigError(f"--device cuda: {why}; use --device cpu, or auto")
+    # by name, so that a machine without a GPU never imports what needs one
+    backend: Backend = importlib.import_module(f"engine.backends.{name}").make_backend(config, model_config)
+    return backend
+
+
+def _no_gpu(model_config: ModelConfig) -> str:
+    """Why a GPU cannot run the model, or "" if it can."""
+    if importlib.util.find_spec("cupy") is None or importlib.util.find_spec("cuda") is None:
+        return "the packages for it are not installed (pip install 'glint-llm[cuda13]', or cuda12)"
+    lacks = {
+        "latent attention": model_config.mla is not None,
+        "mixture of experts": model_config.moe is not None,
+        "prompts read both ways": model_config.prefix_lm is not None,
+        "rope of kind ntk_alpha": model_config.rope.kind == "ntk_alpha",
+    }
+    return ", ".join(f"there are no kernels for {name} yet" for name, has in lacks.items() if has)
+
+
 def _assemble(
-    config: EngineConfig, model: Model, ops: OpTable, memory: MemoryPlan, max_model_len: int, faults: Faults | None
+    config: EngineConfig,
+    limits: StepLimits,
+    model: Model,
+    backend: Backend,
+    memory: MemoryPlan,
+    max_model_len: int,
+    faults: Faults | None,
 ) -> Engine:
-    cache = make_kv_cache(model.cache_specs, memory.num_blocks, config.block_size)
     soft_prompt_ids = model.config.soft_prompt_ids
     num_rows = len(soft_prompt_ids) + max_model_len
+    cache = backend.make_cache(model, memory)
     rope = RopeTable(model.config.rope, model.config.rotary_dim, num_rows)
-    sampler = Sampler(model.config.vocab_size, config.max_num_seqs, ops.sampling)
-    runner = ModelRunner(model, ops, OneRank(ops), cache, rope, sampler)
+    forward = backend.make_forward(limits, model, OneRank(backend.ops), cache, rope, num_rows)
+    sampling = backend.ops.sampling
+    sampler = Sampler(model.config.vocab_size, limits.max_num_seqs, sampling)
+    runner = ModelRunner(model, forward, cache, rope, sampler, sampling)
     shares = config.enable_prefix_caching and not soft_prompt_ids  # read both ways, a prompt's keys depend on its end
     blocks = BlockManager(memory.num_blocks, config.block_size, shares)
-    scheduler = Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens, num_rows)
-    limits = Limits(
+    scheduler = Scheduler(blocks, limits.max_num_seqs, limits.max_num_batched_tokens, num_rows)
+    request_limits = Limits(
         vocab_size=model.config.vocab_size,
         max_model_len=max_model_len,
         max_logprobs=config.max_logprobs,
@@ -107,7 +139,7 @@ def _assemble(
         eos_token_ids=model.config.eos_token_ids,
         soft_prompt_ids=soft_prompt_ids,
     )
-    return Engine(scheduler, runner, limits, config.seed, faults)
+    return Engine(scheduler, runner, request_limits, config.seed, faults)
 
 
 def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:

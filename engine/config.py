@@ -124,6 +124,14 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The largest step."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How the model is served. Field names are the flags of `engine.serve` with underscores (see options)."""
 
@@ -139,8 +147,8 @@ class EngineConfig:
     block_size: int = 16
     num_gpu_blocks_override: int | None = None  # the KV pool in blocks; None: sized from memory
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory; means nothing on a CPU
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512  # the token budget of a step
+    max_num_seqs: int | None = None  # None: 64 on a CPU, 256 on a GPU
+    max_num_batched_tokens: int | None = None  # the token budget of a step; None: 512 on a CPU, 8192 on a GPU
     max_waiting: int = 2048  # requests in the queue before 429
     max_logprobs: int = 20
     enable_prefix_caching: bool = True
@@ -151,6 +159,11 @@ class EngineConfig:
     chat_template: str | None = None
     shutdown_grace_s: float = 5.0
 
+    def step_limits(self, defaults: StepLimits) -> StepLimits:
+        """What is asked for, or else the defaults of the machine, each within the other where only one is given."""
+        tokens = self.max_num_batched_tokens or max(defaults.max_num_batched_tokens, self.max_num_seqs or 0)
+        return StepLimits(self.max_num_seqs or min(defaults.max_num_seqs, tokens), tokens)
+
     def problems(self) -> list[tuple[str, str]]:
         """(field, what is wrong with it and what to do) of every field that cannot be served."""
         found: list[tuple[str, str]] = []
@@ -160,10 +173,6 @@ class EngineConfig:
             choices = get_args(get_type_hints(EngineConfig)[name])
             if getattr(self, name) not in choices:
                 found.append((name, f"is {getattr(self, name)!r}; it must be one of {', '.join(choices)}"))
-        if self.device == "cuda":
-            found.append(("device", "is cuda, but the GPU kernels are not there yet; use cpu"))
-        if self.dtype in ("bfloat16", "float16"):
-            found.append(("dtype", f"is {self.dtype}, but a CPU computes in float32; use auto or float32"))
         if not self.model:
             found.append(("model", "is empty; give a folder, a .gguf file, a repo id or starter"))
         for name in ("served_model_name", "api_key", "allowed_origins"):
@@ -179,11 +188,12 @@ class EngineConfig:
         grace = self.shutdown_grace_s
         if not isinstance(grace, int | float) or not math.isfinite(grace) or grace < 0:
             found.append(("shutdown_grace_s", f"is {grace!r}; it must be a number of seconds, 0 or more"))
-        if not found and self.max_num_batched_tokens < self.max_num_seqs:
+        tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if not found and tokens is not None and seqs is not None and tokens < seqs:
             found.append(
                 (
                     "max_num_batched_tokens",
-                    f"is {self.max_num_batched_tokens}, below max_num_seqs {self.max_num_seqs}: a step holds one token "
+                    f"is {tokens}, below max_num_seqs {seqs}: a step holds one token "
                     "of every running sequence; raise the first or lower the second",
                 )
             )
@@ -202,7 +212,13 @@ _INT_RANGES: tuple[tuple[str, int, int], ...] = (  # the upper ends keep a slip 
     ("max_logprobs", 0, 2**24),
     ("num_threads", 1, 1024),
 )
-_MAY_BE_NONE = ("max_model_len", "num_gpu_blocks_override", "num_threads")
+_MAY_BE_NONE = (
+    "max_model_len",
+    "num_gpu_blocks_override",
+    "num_threads",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+)
 
 
 def _int_problem(name: str, value: object, low: int, high: int) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config import EngineConfig, ModelConfig
+from engine.config import EngineConfig, ModelConfig, StepLimits
 from engine.cpu.attention import DECODE_TILE, QUERY_TILE
 from engine.errors import ConfigError
 from engine.models.model import Model
@@ -49,7 +49,9 @@ class MemoryPlan:
         return "\n".join(f"  {name:<12} {size:>10}  {note}".rstrip() for name, size, note in rows)
 
 
-def plan_memory(config: EngineConfig, model: Model, weight_bytes: int, max_model_len: int) -> MemoryPlan:
+def plan_memory(
+    config: EngineConfig, limits: StepLimits, model: Model, weight_bytes: int, max_model_len: int
+) -> MemoryPlan:
     """Sizes the KV pool: num_gpu_blocks_override if given, else a share of what is free.
 
     Raises:
@@ -57,12 +59,12 @@ def plan_memory(config: EngineConfig, model: Model, weight_bytes: int, max_model
             names what is too large.
     """
     block_bytes = sum(spec.bytes_per_block(config.block_size, FLOAT32) for spec in model.cache_specs)
-    uses = _workspace(config, model, max_model_len)
+    uses = _workspace(config, limits, model, max_model_len)
     workspace = uses["max_num_batched_tokens"] + max(uses["max_model_len"], uses["max_num_seqs"])
     available = available_memory()
     if workspace > available:
         name = max(uses, key=uses.__getitem__)
-        value = max_model_len if name == "max_model_len" else getattr(config, name)
+        value = max_model_len if name == "max_model_len" else getattr(limits, name)
         raise ConfigError(
             f"the largest step needs {workspace / 1e6:,.0f} MB, {uses[name] / 1e6:,.0f} MB of them for "
             f"--{name.replace('_', '-')} {value}, and {available / 1e6:,.0f} MB are free; set that lower"
@@ -76,7 +78,7 @@ def plan_memory(config: EngineConfig, model: Model, weight_bytes: int, max_model
     free = available - workspace
     num_blocks = config.num_gpu_blocks_override
     if num_blocks is None:
-        enough = config.max_num_seqs * -(-max_model_len // config.block_size)
+        enough = limits.max_num_seqs * -(-max_model_len // config.block_size)
         num_blocks = min(enough, int(min(KV_LIMIT, KV_SHARE * free)) // block_bytes)
         if num_blocks < 1:
             raise ConfigError(
@@ -91,20 +93,20 @@ def plan_memory(config: EngineConfig, model: Model, weight_bytes: int, max_model
     return MemoryPlan(weight_bytes, num_blocks * block_bytes, workspace, num_blocks, config.block_size, max_model_len)
 
 
-def _workspace(config: EngineConfig, model: Model, max_model_len: int) -> dict[str, int]:
+def _workspace(config: EngineConfig, limits: StepLimits, model: Model, max_model_len: int) -> dict[str, int]:
     """Bytes of the temporary arrays of a step at its largest, by the option that sizes them.
 
     Projections grow with max_num_batched_tokens; beside them are either the tile of keys and scores (max_model_len)
     or the logits (max_num_seqs).
     """
     geometry = model.config
-    rows = config.max_num_batched_tokens
+    rows = limits.max_num_batched_tokens
     prefilling, decoding = attention_numbers(geometry)
-    layer = rows * (prefilling + mlp_numbers(geometry) + 4 * geometry.hidden_size) + config.max_num_seqs * decoding
+    layer = rows * (prefilling + mlp_numbers(geometry) + 4 * geometry.hidden_size) + limits.max_num_seqs * decoding
     blocks = -(-max_model_len // config.block_size)
     whole = min(blocks, config.num_gpu_blocks_override or blocks) * config.block_size  # no sequence outgrows the pool
-    gathered = min(max(DECODE_TILE, whole), config.max_num_seqs * whole)  # tokens held at once
-    logits = 3 * max(PROMPT_LOGPROB_ROWS, config.max_num_seqs) * geometry.vocab_size
+    gathered = min(max(DECODE_TILE, whole), limits.max_num_seqs * whole)  # tokens held at once
+    logits = 3 * max(PROMPT_LOGPROB_ROWS, limits.max_num_seqs) * geometry.vocab_size
     return {
         "max_num_batched_tokens": FLOAT32 * layer,
         "max_model_len": FLOAT32 * key_numbers(geometry, gathered, whole, rows),

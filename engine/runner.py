@@ -13,14 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.api import TokenLogprob
-from engine.batch import ForwardBatch, StepPlan, build_batch, token_positions, token_sequences
-from engine.comm.communicator import OneRank
+from engine.batch import StepPlan
+from engine.forward import Forward
 from engine.kv_cache import KVCache
 from engine.models.model import Model
-from engine.ops import OpTable
+from engine.ops import SamplingOps
 from engine.rope_table import RopeTable
 from engine.sampler import Sampler, prompt_logprobs
-from engine.weights import Norm
 
 Array = Any
 LogitsHook = Callable[[Array, NDArray[np.int32]], None]  # (logits, slots); for fault injection in tests
@@ -50,17 +49,15 @@ class ModelRunner:
     """Holds the model, its cache and the sampler's rows; one step at a time."""
 
     def __init__(
-        self, model: Model, ops: OpTable, comm: OneRank, cache: KVCache, rope: RopeTable, sampler: Sampler
+        self, model: Model, forward: Forward, cache: KVCache, rope: RopeTable, sampler: Sampler, ops: SamplingOps
     ) -> None:
         self.model = model
-        self.sampler = sampler
-        self.rope = rope
-        self._ops = ops
-        self._comm = comm
+        self.forward = forward
         self.cache = cache
+        self.rope = rope
+        self.sampler = sampler
+        self._ops = ops
         self._prompt_scores: dict[int, PromptScores] = {}
-        norms = [piece.norm for piece in model.pieces] + [model.final_norm]
-        self._first_norm, self._next_norms = norms[0], norms[1:]
 
     def score_prompt(self, slot: int, scores: PromptScores) -> None:
         """From now on rows of this slot's prompt give prompt logprobs, until release."""
@@ -73,34 +70,17 @@ class ModelRunner:
 
     def step(self, plan: StepPlan, logits_hook: LogitsHook | None = None) -> StepResult:
         """Runs the model on a plan, writes the KV of its tokens, and samples the rows that want it."""
-        positions = token_positions(plan)
-        rope_rows = self.rope.rows(positions, plan.rope_lens[token_sequences(plan)])
-        batch = build_batch(plan, self.cache.block_size, rope_rows)
-        hidden = self.forward(batch)
+        hidden = self.forward(self.forward.batch(plan))
         scores = self._score_prompts(plan, hidden)
         rows = np.flatnonzero(plan.samples)
         if not len(rows):
             return StepResult([], [], {}, scores)
-        logits = self.model.logits(hidden[plan.cu_seqlens_q[rows + 1] - 1])
+        logits = self.model.logits(self.forward.rows(hidden, plan.cu_seqlens_q[rows + 1] - np.int32(1)))
         slots = plan.slots[rows]
         if logits_hook is not None:
             logits_hook(logits, slots)
         sampled = self.sampler.sample(logits, slots)
         return StepResult(sampled.token_ids.tolist(), sampled.logprobs, sampled.errors, scores)
-
-    def forward(self, batch: ForwardBatch) -> Array:
-        """Final-normed hidden states, [num_tokens, hidden_size]."""
-        residual = self.model.embed(batch)
-        hidden = self._normed(residual, self._first_norm)
-        for piece, norm in zip(self.model.pieces, self._next_norms, strict=True):
-            partial = piece.forward(hidden, batch, self.cache)
-            hidden, residual = self._comm.reduce_add_norm(partial, residual, norm)
-        return hidden
-
-    def _normed(self, x: Array, norm: Norm) -> Array:
-        if norm.kind == "layernorm":
-            return self._ops.layernorm(x, norm.weight, norm.bias, norm.eps)
-        return self._ops.rmsnorm(x, norm.weight, norm.eps)
 
     def _score_prompts(self, plan: StepPlan, hidden: Array) -> dict[int, list[TokenLogprob]]:
         """Logprobs of the prompt token after each row that has one."""
@@ -117,5 +97,5 @@ class ModelRunner:
             for low in range(0, count, PROMPT_LOGPROB_ROWS):
                 high = min(low + PROMPT_LOGPROB_ROWS, count)
                 logits = self.model.logits(hidden[first + low : first + high])
-                found[slot] += prompt_logprobs(logits, next_ids[low:high], scores.num_top, self._ops.sampling)
+                found[slot] += prompt_logprobs(logits, next_ids[low:high], scores.num_top, self._ops)
         return found

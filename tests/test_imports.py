@@ -36,7 +36,9 @@ LAYERS = (
     ("engine.cpu", "engine.kernels", "engine.ops", "engine.rope_table"),
     ("engine.kv_cache", "engine.models.model", "engine.comm"),
     ("engine.models", "engine.checkpoint"),
+    ("engine.forward",),
     ("engine.sampler", "engine.runner", "engine.memory", "engine.kernels.forward"),
+    ("engine.backends",),
     ("engine.loop",),
     ("engine.build",),
     (

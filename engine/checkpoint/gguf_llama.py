@@ -149,6 +149,8 @@ def _dtype(embedding: StoredTensor) -> str:
 def _rope_parameters(file: GgufFile, values: dict[str, Any]) -> dict[str, Any]:
     theta = values.get("rope.freq_base", 10000.0)
     kind = values.get("rope.scaling.type", "none")
+    if kind not in ("none", "linear"):  # those have settings of their own, in llama.cpp's words
+        raise ConfigError(f"{file.path}: llama.rope.scaling.type {kind!r} is not supported; none and linear are")
     factor = values.get("rope.scaling.factor", values.get("rope.scale_linear"))
     if ROPE_FACTORS in file.tensors:
         if type(theta) is not float or theta <= 0:

@@ -15,23 +15,22 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 from engine.checkpoint.folder import folder_tensors, read_json
 from engine.checkpoint.gguf_file import read_gguf
 from engine.checkpoint.gguf_llama import hf_tensors, model_config_from_gguf
 from engine.checkpoint.source import ModelSource
-from engine.checkpoint.stored_tensor import DECODERS, StoredTensor, read_into
+from engine.checkpoint.store import HostStore, Store
+from engine.checkpoint.stored_tensor import DECODERS, StoredTensor
 from engine.config import ModelConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.model_config.read import model_config_from_hf
 from engine.weights import LinearWeight, WeightMap, Weights
 
-Floats = NDArray[np.float32]
+Array = Any
 
 MAX_LISTED = 50  # names of one kind in a message
 DUMMY_STD = 0.02
@@ -62,31 +61,30 @@ def load_model_config(source: ModelSource) -> ModelConfig:
 def load_weights(
     source: ModelSource,
     weight_map: WeightMap,
-    dtype: str = "float32",
+    store: Store | None = None,
     seed: int = 0,
     progress: bool = True,
     load_format: Literal["auto", "dummy"] = "auto",
 ) -> Weights:
-    """Exactly the tensors of weight_map, as float32.
+    """Exactly the tensors of weight_map, in what a store holds: float32 in memory if none is given.
 
-    F32, F16, BF16 and the GGUF blocks of DECODERS are converted to float32, each exactly (Q4_1: rounded once). If
-    weight_map is tied, linears["lm_head"] shares the buffer of arrays["embed_tokens"], and an lm_head.weight in the
-    checkpoint is ignored whatever it holds, as transformers does.
+    F32, F16, BF16 and the GGUF blocks of DECODERS are converted to float32, each exactly (Q4_1: rounded once), and
+    from there to the type of the store. If weight_map is tied, linears["lm_head"] shares the buffer of
+    arrays["embed_tokens"], and an lm_head.weight in the checkpoint is ignored whatever it holds, as transformers does.
 
     Args:
-        dtype: what weights are held in; only "float32" is known yet.
+        store: where weights go, and in which type.
         seed: of the random weights if load_format is "dummy"; then no weight file is opened.
         progress: show a bar on standard error if that is a terminal.
 
     Raises:
         CheckpointError: a file is missing or damaged, or its tensors are not those of weight_map; names them all.
-        ConfigError: another dtype.
+        ConfigError: there is no memory for them.
     """
-    if dtype != "float32":
-        raise ConfigError(f"weights are held in float32 on a CPU, found dtype {dtype!r}; use --dtype auto")
+    store = HostStore() if store is None else store
     if load_format == "dummy":
-        weights, copies = _allocate(weight_map)
-        _fill_randomly(weights, seed)
+        weights, copies = _allocate(weight_map, store)
+        _fill_randomly(weights, seed, store)
         logger.info("made %d MB of random weights from seed %d", weights.num_bytes // 10**6, seed)
         return weights
     started = time.perf_counter()
@@ -95,13 +93,13 @@ def load_weights(
     else:
         tensors = folder_tensors(source.path)
     num_ignored = _check(source, tensors, weight_map)
-    weights, copies = _allocate(weight_map)
+    weights, copies = _allocate(weight_map, store)
     copies.sort(key=lambda copy: (tensors[copy.name].file, tensors[copy.name].offset))
     num_bytes = sum(tensors[copy.name].num_bytes for copy in copies)
     hidden = None if progress else True  # None: hidden unless standard error is a terminal
     with tqdm(total=num_bytes, desc="loading", unit="B", unit_scale=True, disable=hidden) as bar:
         for copy in copies:
-            _read(tensors[copy.name], copy.target)
+            store.read(tensors[copy.name], copy.target)
             bar.update(tensors[copy.name].num_bytes)
     logger.info(
         "loaded %d tensors from %s: %d MB read in %.1f s, %d MB of weights, %d tensors ignored",
@@ -116,7 +114,7 @@ class _Copy:
     """The tensor of this name fills target, a C-contiguous part of an array, or such a part seen transposed."""
 
     name: str
-    target: Floats
+    target: Array
 
 
 def _wanted(weight_map: WeightMap) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -167,32 +165,32 @@ def _check(source: ModelSource, tensors: Mapping[str, StoredTensor], weight_map:
     return len(spare)
 
 
-def _allocate(weight_map: WeightMap) -> tuple[Weights, list[_Copy]]:
+def _allocate(weight_map: WeightMap, store: Store) -> tuple[Weights, list[_Copy]]:
     """Uninitialized weights, and which tensor fills which part of them. Parts are stacked along out.
 
     Raises:
         ConfigError: there is no memory for them.
     """
     try:
-        return _allocate_all(weight_map)
+        return _allocate_all(weight_map, store)
     except MemoryError as error:
-        num_bytes = sum(4 * math.prod(shape) for _, shape in _wanted(weight_map))
+        num_bytes = sum(store.itemsize * math.prod(shape) for _, shape in _wanted(weight_map))
         raise ConfigError(
             f"no memory for the weights: the config asks for {num_bytes / 1e6:,.0f} MB; use a smaller model"
         ) from error
 
 
-def _allocate_all(weight_map: WeightMap) -> tuple[Weights, list[_Copy]]:
+def _allocate_all(weight_map: WeightMap, store: Store) -> tuple[Weights, list[_Copy]]:
     copies: list[_Copy] = []
-    arrays: dict[str, Floats] = {}
+    arrays: dict[str, Array] = {}
     for array in weight_map.arrays:
-        arrays[array.dest] = np.empty(array.shape, np.float32)
+        arrays[array.dest] = store.empty(array.shape)
         copies.append(_Copy(array.name, arrays[array.dest]))
     linears: dict[str, LinearWeight] = {}
     for linear in weight_map.linears:
         stack = (linear.n_experts,) if linear.n_experts else ()
-        weight = np.empty((*stack, linear.out_features, linear.in_features), np.float32)
-        bias = np.empty((*stack, linear.out_features), np.float32) if linear.bias else None
+        weight = store.empty((*stack, linear.out_features, linear.in_features))
+        bias = store.empty((*stack, linear.out_features)) if linear.bias else None
         for module, expert, rows in linear.modules():
             place = (rows,) if expert is None else (expert, rows)
             copies.append(_Copy(f"{module}.weight", weight[place].T if linear.transposed else weight[place]))
@@ -204,34 +202,24 @@ def _allocate_all(weight_map: WeightMap) -> tuple[Weights, list[_Copy]]:
     return Weights(linears, arrays), copies
 
 
-def _read(tensor: StoredTensor, target: Floats) -> None:
-    if target.flags.c_contiguous:
-        read_into(tensor, target)
-        return
-    stored = np.empty(target.shape, np.float32)
-    read_into(tensor, stored)
-    target[...] = stored
-
-
-def _dense(weight: Floats, bias: Floats | None) -> LinearWeight:
+def _dense(weight: Array, bias: Array | None) -> LinearWeight:
     out_features, in_features = weight.shape[-2:]
     return LinearWeight("dense", out_features, in_features, {"weight": weight}, bias)
 
 
-def _fill_randomly(weights: Weights, seed: int) -> None:
+def _fill_randomly(weights: Weights, seed: int, store: Store) -> None:
     """Normal weights of standard deviation DUMMY_STD, norms of 1, biases of 0; each by its own dest name and seed."""
     for dest, array in weights.arrays.items():
-        _fill(array, dest, seed)
+        _fill(array, dest, seed, store)
     for dest, linear in weights.linears.items():
         if linear.bias is not None:
             linear.bias[...] = 0
         if linear.tensors["weight"] is not weights.arrays.get(EMBEDDING):
-            _fill(linear.tensors["weight"], dest, seed)
+            _fill(linear.tensors["weight"], dest, seed, store)
 
 
-def _fill(array: Floats, dest: str, seed: int) -> None:
+def _fill(array: Array, dest: str, seed: int, store: Store) -> None:
     if array.ndim == 1 or dest.endswith("norm"):  # Command-R+ has a row of a norm for each head
         array[...] = 0 if dest.endswith("bias") else 1
         return
-    np.random.default_rng([seed, zlib.crc32(dest.encode())]).standard_normal(out=array, dtype=np.float32)
-    array *= np.float32(DUMMY_STD)
+    store.fill_normally(array, (seed, zlib.crc32(dest.encode())), DUMMY_STD)

@@ -191,7 +191,7 @@ def test_metadata_that_cannot_be_served(tmp_path: Path, tensors: dict[str, np.nd
         tmp_path, tensors, keys={"attention.key_length": 16}
     )
     assert "llama.rope.dimension_count is 8" in refusal(tmp_path, tensors, keys={"rope.dimension_count": 8})
-    assert "rope_type 'yarn' is not supported" in refusal(
+    assert "rope.scaling.type 'yarn' is not supported" in refusal(
         tmp_path, tensors, keys={"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0}
     )
     assert "intermediate_size must be an integer" in refusal(tmp_path, tensors, keys={"feed_forward_length": [96, 96]})

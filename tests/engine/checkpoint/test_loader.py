@@ -254,11 +254,6 @@ def test_dummy_weights_need_no_file_and_come_from_the_seed(tmp_path: Path):
     assert (first.arrays["norm"] == 1).all()
 
 
-def test_another_dtype_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="'bfloat16'"):
-        load_weights(ModelSource("folder", tmp_path, "m"), WeightMap((), ()), dtype="bfloat16")
-
-
 def test_no_bar_and_no_other_output_where_there_is_no_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     load(rand_model(tmp_path / "model"))
     assert capfd.readouterr() == ("", "")

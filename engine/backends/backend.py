@@ -1,0 +1,44 @@
+"""What engine.build needs of a kind of machine: memory, weights on it, and a forward pass."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from engine.checkpoint.source import ModelSource
+from engine.comm.communicator import OneRank
+from engine.config import EngineConfig, StepLimits
+from engine.forward import Forward
+from engine.kv_cache import KVCache
+from engine.memory import MemoryPlan
+from engine.models.model import Model
+from engine.ops import OpTable
+from engine.rope_table import RopeTable
+from engine.weights import WeightMap, Weights
+
+
+class Backend(Protocol):
+    """A CPU or a GPU. The methods are called once each, in this order."""
+
+    ops: OpTable
+    limits: StepLimits  # unless the user says others
+    description: str  # for the log: device, type of the weights
+
+    def load(self, source: ModelSource, weight_map: WeightMap, config: EngineConfig, progress: bool) -> Weights:
+        """The weights of a checkpoint, or random ones, where and how the op table wants them."""
+        ...
+
+    def plan_memory(
+        self, config: EngineConfig, limits: StepLimits, model: Model, weights: Weights, num_positions: int
+    ) -> MemoryPlan:
+        """The size of the KV pool. Raises ConfigError where the largest step does not fit."""
+        ...
+
+    def make_cache(self, model: Model, plan: MemoryPlan) -> KVCache:
+        """The whole pool."""
+        ...
+
+    def make_forward(
+        self, limits: StepLimits, model: Model, comm: OneRank, cache: KVCache, rope: RopeTable, num_positions: int
+    ) -> Forward:
+        """Ready to be served with: nothing is compiled or captured after this."""
+        ...

@@ -1,0 +1,56 @@
+"""A machine without a GPU: float32, NumPy, the ops of engine.cpu and ref."""
+
+from __future__ import annotations
+
+from threadpoolctl import threadpool_limits
+
+from engine.checkpoint.loader import load_weights
+from engine.checkpoint.prepare import prepare_weights
+from engine.checkpoint.source import ModelSource
+from engine.comm.communicator import OneRank
+from engine.config import EngineConfig, ModelConfig, StepLimits
+from engine.errors import ConfigError
+from engine.forward import EagerForward, Forward
+from engine.kv_cache import KVCache, make_kv_cache
+from engine.memory import MemoryPlan, plan_memory
+from engine.models.model import Model
+from engine.ops import cpu_ops
+from engine.rope_table import RopeTable
+from engine.system import usable_cores
+from engine.weights import WeightMap, Weights
+
+LIMITS = StepLimits(max_num_seqs=64, max_num_batched_tokens=512)  # unless the user says others
+
+
+class CpuBackend:
+    """See engine.backends.backend.Backend."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        if config.dtype in ("bfloat16", "float16"):
+            raise ConfigError(f"--dtype {config.dtype}: a CPU computes in float32; use auto or float32")
+        num_threads = config.num_threads or usable_cores()
+        threadpool_limits(1, user_api="blas")  # the threads are those of engine.cpu.team
+        self.ops = cpu_ops(num_threads)
+        self.limits = LIMITS
+        self.description = f"device cpu, float32, {num_threads} threads"
+
+    def load(self, source: ModelSource, weight_map: WeightMap, config: EngineConfig, progress: bool) -> Weights:
+        loaded = load_weights(source, weight_map, seed=config.seed, progress=progress, load_format=config.load_format)
+        return prepare_weights(loaded, weight_map, self.ops)
+
+    def plan_memory(
+        self, config: EngineConfig, limits: StepLimits, model: Model, weights: Weights, num_positions: int
+    ) -> MemoryPlan:
+        return plan_memory(config, limits, model, weights.num_bytes, num_positions)
+
+    def make_cache(self, model: Model, plan: MemoryPlan) -> KVCache:
+        return make_kv_cache(model.cache_specs, plan.num_blocks, plan.block_size)
+
+    def make_forward(
+        self, limits: StepLimits, model: Model, comm: OneRank, cache: KVCache, rope: RopeTable, num_positions: int
+    ) -> Forward:
+        return EagerForward(model, comm, cache, rope)
+
+
+def make_backend(config: EngineConfig, model_config: ModelConfig) -> CpuBackend:
+    return CpuBackend(config)

@@ -1,0 +1,51 @@
+"""Where weights are put when they are loaded: in which memory, in which type."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.checkpoint.stored_tensor import StoredTensor, read_into
+
+Array = Any
+
+
+class Store(Protocol):
+    """Memory for weights of one type; arrays behave like NumPy's."""
+
+    itemsize: int  # bytes of a number
+
+    def empty(self, shape: tuple[int, ...]) -> Array:
+        """An array whose content is undefined. Raises MemoryError."""
+        ...
+
+    def read(self, tensor: StoredTensor, target: Array) -> None:
+        """Fills target, a part of an array of this store or such a part seen transposed, with a tensor of its shape."""
+        ...
+
+    def fill_normally(self, array: Array, seed: tuple[int, int], std: float) -> None:
+        """Fills an array with normal numbers of this standard deviation, the same for the same seed."""
+        ...
+
+
+class HostStore:
+    """float32 in this process's memory."""
+
+    itemsize = 4
+
+    def empty(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        return np.empty(shape, np.float32)
+
+    def read(self, tensor: StoredTensor, target: NDArray[np.float32]) -> None:
+        if target.flags.c_contiguous:
+            read_into(tensor, target)
+            return
+        stored = np.empty(target.shape, np.float32)
+        read_into(tensor, stored)
+        target[...] = stored
+
+    def fill_normally(self, array: NDArray[np.float32], seed: tuple[int, int], std: float) -> None:
+        np.random.default_rng(seed).standard_normal(out=array, dtype=np.float32)
+        array *= np.float32(std)

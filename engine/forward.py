@@ -1,0 +1,56 @@
+"""A model's forward pass as the runner uses it: what differs between machines is behind it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batch import ForwardBatch, StepPlan, build_batch, token_positions, token_sequences
+from engine.comm.communicator import OneRank
+from engine.kv_cache import KVCache
+from engine.models.model import Model
+from engine.rope_table import RopeTable
+
+Array = Any
+
+
+class Forward(Protocol):
+    """Computes steps on one kind of machine."""
+
+    def batch(self, plan: StepPlan) -> ForwardBatch:
+        """The arrays of a step, where the model reads them."""
+        ...
+
+    def __call__(self, batch: ForwardBatch) -> Array:
+        """Final-normed hidden states, [num_tokens, hidden_size]; padding may follow. Writes the KV of its tokens."""
+        ...
+
+    def rows(self, hidden: Array, indices: NDArray[np.int32]) -> Array:
+        """These rows of hidden, [num_rows, hidden_size]."""
+        ...
+
+
+class EagerForward:
+    """Op by op, on arrays of any target whose index tables are NumPy's: what a CPU does."""
+
+    def __init__(self, model: Model, comm: OneRank, cache: KVCache, rope: RopeTable) -> None:
+        self._model, self._comm, self._cache, self._rope = model, comm, cache, rope
+        norms = [piece.norm for piece in model.pieces] + [model.final_norm]
+        self._first_norm, self._next_norms = norms[0], norms[1:]
+
+    def batch(self, plan: StepPlan) -> ForwardBatch:
+        rope_rows = self._rope.rows(token_positions(plan), plan.rope_lens[token_sequences(plan)])
+        return build_batch(plan, self._cache.block_size, rope_rows)
+
+    def __call__(self, batch: ForwardBatch) -> Array:
+        residual = self._model.embed(batch)
+        hidden = self._comm.norm(residual, self._first_norm)
+        for piece, norm in zip(self._model.pieces, self._next_norms, strict=True):
+            partial = piece.forward(hidden, batch, self._cache)
+            hidden, residual = self._comm.reduce_add_norm(partial, residual, norm)
+        return hidden
+
+    def rows(self, hidden: Array, indices: NDArray[np.int32]) -> Array:
+        return hidden[indices]

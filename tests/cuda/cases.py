@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from conformance.tolerance import EXACT
 from ref import activation, embedding, layernorm, rmsnorm, rope
 from ref.numerics import round_to
-from tests.cuda.judge import framed, problems
+from tests.cuda.judge import STORAGES, framed, problems
 from tests.cuda.launchers import Kernels
 
 Array = NDArray[Any]
@@ -77,6 +77,7 @@ def _norms(stem: str) -> Iterator[Case]:
                     yield Case(stem, full, storage, partial(_norm, stem, *shape, storage, fused, view))
     if stem == "layernorm":
         yield Case(stem, "heads", "bfloat16", partial(_norm_of_heads, "bfloat16"))
+        yield Case(stem, "add-rounded-sum", "bfloat16", _norm_of_rounded_sum)
 
 
 def _norm(stem: str, num_tokens: int, size: int, storage: str, fused: bool, view: bool, kernels: Kernels) -> list[str]:
@@ -106,18 +107,26 @@ def _norm(stem: str, num_tokens: int, size: int, storage: str, fused: bool, view
 
 
 def _norm_of_heads(storage: str, kernels: Kernels) -> list[str]:
-    """x [num_tokens, n_heads, head_dim] with weights [n_heads, head_dim], as rows."""
+    """x [num_tokens, n_heads, head_dim] with weights and biases [n_heads, head_dim], as rows."""
     rng = np.random.default_rng(1)
-    inputs = {name: normal(rng, *shape, storage=storage) for name, shape in (("x", (5, 3, 40)), ("weight", (3, 40)))}
+    shapes = {"x": (5, 3, 40), "weight": (3, 40), "bias": (3, 40)}
+    inputs = {name: normal(rng, *shape, storage=storage) for name, shape in shapes.items()}
 
-    def run(x: Array, weight: Array) -> dict[str, Array]:
-        y = kernels.layernorm(x.reshape(-1, x.shape[2]), weight, None, 1e-5)
-        return {"y": y}
+    def run(x: Array, weight: Array, bias: Array) -> dict[str, Array]:
+        return {"y": kernels.layernorm(x.reshape(-1, x.shape[2]), weight, bias, 1e-5)}
 
-    def reference(x: Array, weight: Array, storage: str | None) -> dict[str, Array]:
-        return {"y": layernorm.layernorm(x, weight, None, 1e-5).reshape(-1, x.shape[2])}
+    def reference(x: Array, weight: Array, bias: Array, storage: str | None) -> dict[str, Array]:
+        return {"y": layernorm.layernorm(x, weight, bias, 1e-5).reshape(-1, x.shape[2])}
 
     return problems(run, reference, inputs, storage)
+
+
+def _norm_of_rounded_sum(kernels: Kernels) -> list[str]:
+    """256 + 1/2 is 256 in bfloat16, so all of the row is equal and its norm is 0; unrounded it would be ±1."""
+    dtype = STORAGES["bfloat16"]
+    x, residual = np.resize(np.array([0.5, -0.25], dtype), (1, 40)), np.full((1, 40), 256, dtype)
+    y, new_residual = kernels.add_layernorm(x, residual, np.ones(40, dtype), None, 1e-5)
+    return [f"{name} is {v}" for name, v, right in (("y", y, 0), ("sum", new_residual, 256)) if not (v == right).all()]
 
 
 def _activations(stem: str) -> Iterator[Case]:

@@ -59,11 +59,6 @@ MUTANTS = (
             "for (int round = 0; round < kRounds; ++round) load_row",
             "for (int round = 0; round < (kRounds > 1 ? kRounds - 1 : 1); ++round) load_row",
         ),
-        (
-            "norm reads the sum unrounded",
-            "to_float(from_float<T>(x[round][i] + other[round][i]))",
-            "x[round][i] + other[round][i]",
-        ),
         ("residual subtracted", "x[round][i] + other[round][i]", "x[round][i] - other[round][i]"),
         ("rounds overlap", "(round * static_cast<int>(blockDim.x) + ", "(round * static_cast<int>(blockDim.x - 1) + "),
         ("sum not stored", "  store_rounds<T, kRounds>(new_residual, size, x);\n", ""),
@@ -114,6 +109,15 @@ MUTANTS = (
         ("bias of another head", "bias + first_weight", "bias"),
         ("weight of another head", "load_rounds<T, kRounds>(weight + first_weight", "load_rounds<T, kRounds>(weight"),
         ("bias scaled by the weight", "* scale * weight[round][i] + bias[round][i]", "* scale + bias[round][i]"),
+    ),
+    *mutants(
+        "layernorm",
+        "include/row.cuh",
+        (
+            "norm reads the sum unrounded",
+            "to_float(from_float<T>(x[round][i] + other[round][i]))",
+            "x[round][i] + other[round][i]",
+        ),
     ),
     *mutants(
         "activation",

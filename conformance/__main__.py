@@ -1,6 +1,8 @@
 """Runs the cases of a target and prints a line a case:
 
-python -m conformance --target golden|cpu|host|gpu [--op STEM] [--case NAME] [--seed N] [--json FILE]
+python -m conformance --target golden|cpu|host|gpu [--op STEM] [--case NAME] [--seed N] [--json FILE] [--junit FILE]
+python -m conformance --target host|gpu --list           what would run, and what has no kernel
+python -m conformance --target host [--schedule in_step|greedy|random] [--sanitizer address|thread] …
 python -m conformance --layers DIR [--ids 1,2,3] [--seed N]   the engine and ref layer by layer
 python -m conformance --exercises                       lists the exercises of ref/EXERCISES.md
 python -m conformance --exercise N --impl FILE.py:function [--case NAME] [--seed N]
@@ -9,36 +11,32 @@ python -m conformance --exercise N --impl FILE.py:function [--case NAME] [--seed
 from __future__ import annotations
 
 import argparse
-import datetime
-import hashlib
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from conformance.case import Case, Result
 from conformance.check import check
 from conformance.exercises import exercise_lines, list_lines, task_lines
+from conformance.host import SCHEDULES
+from conformance.host_build import SANITIZERS, BuildError
 from conformance.layers import compare_layers, prompt_for
-from conformance.suite import NO_KERNELS, TARGETS, cases, rerun_command, target_ops
+from conformance.machines import Machine, MachineMissing, gpu_machine, host_machine
+from conformance.memory import NumpyMemory
+from conformance.report import junit, report
+from conformance.suite import NO_KERNEL, TARGETS, cases, left_out, rerun_command, target_ops
 from engine.errors import GlintError
-from engine.ops import OpTable
-
-ROOT = Path(__file__).parent.parent
-SOURCES = {"cpu": ("engine/cpu", "engine/models", "engine", "ref"), "golden": ("ref/model",)}  # where a stem's file is
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0, 1 if a case failed, 2 if there was nothing to run."""
+    """Exit status: 0, 1 if a case failed, 2 if there was nothing to run or nothing to run it on."""
     args = _parse(arguments)
     if args.exercises or args.exercise is not None:
         return _exercise(args)
     if args.layers is not None:
         return _layers(args)
-    if args.target in NO_KERNELS:
-        print(f"python -m conformance: --target {args.target}: {NO_KERNELS[args.target]}", file=sys.stderr)
-        return 2
     chosen = _choose(cases(args.target), args.op, args.case)
     if not chosen:
         stems = ", ".join(dict.fromkeys(case.stem for case in cases(args.target)))
@@ -48,14 +46,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    ops = target_ops(args.target)
-    results = [_run(args.target, case, ops, args.seed) for case in chosen]
+    if args.list:
+        return _list(args, chosen)
+    try:
+        machine = _machine(args, [case for case in chosen if args.target not in case.skip])
+    except (MachineMissing, BuildError, GlintError) as error:
+        print(f"python -m conformance: --target {args.target}: {error}", file=sys.stderr)
+        return 2
+    return _run_all(args, chosen, machine)
+
+
+def _machine(args: argparse.Namespace, chosen: Sequence[Case]) -> Machine:
+    if args.target == "host":
+        return host_machine(chosen, schedule=args.schedule, seed=args.seed, sanitizer=args.sanitizer)
+    if args.target == "gpu":
+        return gpu_machine(chosen)
+    return Machine(target_ops(args.target), NumpyMemory())
+
+
+def _list(args: argparse.Namespace, chosen: Sequence[Case]) -> int:
+    for case in chosen:
+        reason = case.skip.get(args.target)
+        print(f"{case.stem} {case.name}{f' skip({reason})' if reason else ''}")
+    for case in _choose(left_out(args.target), args.op, args.case):
+        print(f"{case.stem} {case.name} left out({NO_KERNEL})")
+    return 0
+
+
+def _run_all(args: argparse.Namespace, chosen: Sequence[Case], machine: Machine) -> int:
+    """Runs the cases, prints a line for each, and writes the files that were asked for."""
+    results: list[Result] = []
+    seconds: dict[tuple[str, str], float] = {}
+    for case in chosen:
+        started = time.perf_counter()
+        results.append(_run(args, case, machine))
+        seconds[case.stem, case.name] = time.perf_counter() - started
     if args.json is not None:
-        args.json.write_text(json.dumps(_report(args.target, results), indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(report(args.target, results, machine), indent=1) + "\n", encoding="utf-8")
+    if args.junit is not None:
+        args.junit.write_text(junit(args.target, results, seconds), encoding="utf-8")
     num_passed, num_failed, num_skipped = (
         sum(r.status == status for r in results) for status in ("ok", "FAIL", "skip")
     )
-    print(f"{num_passed} passed, {num_failed} failed, {num_skipped} skipped")
+    without = len(_choose(left_out(args.target), args.op, args.case))
+    missing = f"; {without} cases have no kernel yet (--list names them)" if without else ""
+    print(f"{num_passed} passed, {num_failed} failed, {num_skipped} skipped{missing}")
     return 1 if num_failed else 0
 
 
@@ -72,8 +107,22 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--impl", metavar="FILE.py:function", help="the solution; module:function will do too")
     parser.add_argument("--op", metavar="STEM", help="only cases of this stem, such as attention")
     parser.add_argument("--case", metavar="NAME", help="only the case of this name")
+    parser.add_argument("--list", action="store_true", help="print the cases instead of running them")
     parser.add_argument("--seed", type=int, default=0, help="of the inputs (default 0)")
+    parser.add_argument(
+        "--schedule",
+        choices=SCHEDULES,
+        default="",
+        help="of --target host: the order of threads (default: all in turn)",
+    )
+    parser.add_argument(
+        "--sanitizer",
+        choices=[name for name in SANITIZERS if name],
+        default="",
+        help="of --target host: watch every launch (slow: give --op or --case too)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="write them as JUnit's XML")
     return parser.parse_args(arguments)
 
 
@@ -117,48 +166,19 @@ def _choose(found: Sequence[Case], stem: str | None, name: str | None) -> list[C
     return [case for case in found if stem in (None, case.stem) and name in (None, case.name)]
 
 
-def _run(target: str, case: Case, ops: OpTable, seed: int) -> Result:
+def _run(args: argparse.Namespace, case: Case, machine: Machine) -> Result:
     """Runs and prints one case."""
-    if target in case.skip:
-        print(f"{case.stem} {case.name} - - skip({case.skip[target]})", flush=True)
-        return Result(case.stem, case.name, "skip", 0.0, 0.0, (case.skip[target],))
-    result = check(case, ops, seed)
+    if args.target in case.skip:
+        reason = case.skip[args.target]
+        print(f"{case.stem} {case.name} - - skip({reason})", flush=True)
+        return Result(case.stem, case.name, "skip", 0.0, 0.0, (reason,))
+    result = check(case, machine.ops, args.seed, machine.memory, repeats=not args.sanitizer)
     print(f"{case.stem} {case.name} {result.error:.3g} {result.tolerance:.3g} {result.status}", flush=True)
     for problem in result.problems:
         print(f"    {problem}")
     if result.problems:
-        print(f"    again: {rerun_command(target, case, seed)}")
+        print(f"    again: {rerun_command(args.target, case, args.seed)}")
     return result
-
-
-def _report(target: str, results: Sequence[Result]) -> dict[str, Any]:
-    """What --json writes: where it ran (nothing here yet runs on a GPU), the sources, and all cases but the skipped.
-
-    error is null where it is not finite: JSON has no infinity.
-    """
-    ran = [result for result in results if result.status != "skip"]
-    return {
-        "target": target,
-        **dict.fromkeys(("gpu", "driver", "cuda", "cupy")),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "kernels": {stem: _source_hash(target, stem) for stem in dict.fromkeys(result.stem for result in ran)},
-        "cases": [
-            {
-                "stem": result.stem,
-                "case": result.case,
-                "status": result.status,
-                "error": result.error if result.error < float("inf") else None,
-                "tolerance": result.tolerance,
-            }
-            for result in ran
-        ],
-    }
-
-
-def _source_hash(target: str, stem: str) -> str:
-    """sha256 of the file that was checked."""
-    files = [ROOT / folder / f"{stem}.py" for folder in SOURCES[target]]
-    return hashlib.sha256(next(file for file in files if file.exists()).read_bytes()).hexdigest()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from conformance.case import Case, Inputs, Kept, Outputs
+from conformance.case import HALVES, Case, Inputs, Kept, Outputs
 from conformance.inputs import guarded, normal
 from engine.ops import OpTable
 from ref.activation import act, gate_up_act
@@ -21,12 +21,15 @@ SHAPES = {  # num_tokens, intermediate_size
     "one-token": (1, 1536),
     "odd": (7, 33),
     "many": (130, 96),
+    "wider-than-a-block": (2, 2056),  # 256 threads of 8 numbers, and one piece more
+    "one-short-of-16-bytes": (3, 63),
 }
 STEEP_GATES = (0.0, 1e-30, -1e-3, 15.0, -15.0, 80.0, -80.0, -81.0, 88.0, -88.0, 89.0, -89.0, 1e4, -1e4, 3e38, -3e38)
+STEEP_HALVES = (*STEEP_GATES[:-2], 6e4, -6e4)  # within float16
 
 
 def cases() -> list[Case]:
-    shapes = SHAPES | {"steep": (5, len(STEEP_GATES)), "not-finite": (3, 8)}
+    shapes = SHAPES | {"steep": (5, len(STEEP_GATES)), "steep-half": (2, len(STEEP_HALVES)), "not-finite": (3, 8)}
     found = [_case(name, *shape) for name, shape in shapes.items()]
     found += [_case(name, *shapes[name], activation="gelu") for name in ("no-tokens", "odd", "steep")]
     return found + [_plain(name) for name in ("gelu_new", "gelu", "relu", "silu")]
@@ -39,9 +42,10 @@ def _case(name: str, num_tokens: int, intermediate_size: int, activation: str = 
         name=name if activation == "silu" else f"{name}-{activation}",
         axes=axes | {"activation": activation},
         make_inputs=partial(_inputs, **axes, kind=name, activation=activation),
-        reference=lambda gate_up, activation: {"out": gate_up_act(gate_up, activation)},
+        reference=lambda gate_up, activation, storage=None: {"out": gate_up_act(gate_up, activation)},
         candidate=lambda ops, gate_up, activation: {"out": ops.gate_up_act(gate_up, activation)},
         disturb=partial(_disturb, name="gate_up"),
+        storages=("bfloat16", "float32") if name == "steep" else (*HALVES, "float32"),
     )
 
 
@@ -54,9 +58,10 @@ def _plain(activation: str) -> Case:
             "x": guarded(normal(np.random.default_rng(seed), 7, 66, scale=3.0)),
             "activation": activation,
         },
-        reference=lambda x, activation: {"out": act(x, activation)},
+        reference=lambda x, activation, storage=None: {"out": act(x, activation)},
         candidate=_plain_candidate,
         disturb=partial(_disturb, name="x"),
+        storages=HALVES,
         skip={"cpu": "the CPU's op table holds ref.activation.act itself"},
     )
 
@@ -65,8 +70,8 @@ def _inputs(seed: int, num_tokens: int, intermediate_size: int, kind: str, activ
     """steep: gates at which exp overflows or is lost; not-finite: NaN and inf, which must stay where they are."""
     rng = np.random.default_rng(seed)
     gate_up = normal(rng, num_tokens, 2 * intermediate_size, scale=3.0)
-    if kind == "steep":
-        gate_up[:, :intermediate_size] = STEEP_GATES
+    if kind in ("steep", "steep-half"):
+        gate_up[:, :intermediate_size] = STEEP_GATES if kind == "steep" else STEEP_HALVES
         gate_up[:, intermediate_size:] = np.clip(gate_up[:, intermediate_size:], -1, 1)
     if kind == "not-finite":
         gate_up[0, 1] = gate_up[1, -1] = np.nan  # a gate, and an up

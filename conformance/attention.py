@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from conformance.case import Case, Inputs, Kept, Outputs
+from conformance.case import HALVES, Case, Inputs, Kept, Outputs
 from conformance.inputs import disturb_paged_kv, guarded, normal, paged_kv
 from engine.ops import OpTable
 from ref.attention import attention_decode, attention_prefill, first_visible
@@ -21,6 +21,7 @@ EDGES: Lens = (15, 16, 17, 32)  # a block of 16 not full, full, begun
 PROMPTS: tuple[Lens, Lens] = ((5, 1, 17, 2), (5, 1, 17, 2))  # query lengths, sequence lengths
 CHUNKS: tuple[Lens, Lens] = ((4, 1, 7, 16, 3), (20, 33, 7, 48, 4))  # with a past; one is the whole prompt, one decode
 TILES: tuple[Lens, Lens] = ((150, 129), (170, 129))  # longer than the 128 queries that a CPU takes at once
+NO_SUCH_HEAD_DIM = dict.fromkeys(("host", "gpu"), "there are kernels for head_dim 64, 80, 96, 128 and 256 only")
 NO_SEQUENCE = "the engine calls attention with at least one sequence, each with a token"
 
 
@@ -39,8 +40,18 @@ def _decode_cases() -> list[Case]:
         _decode("block-larger", (7, 3, 31), block_size=32),
         _decode("mha", MIXED, n_heads=4, n_kv_heads=4),
         _decode("mqa", MIXED, n_heads=8, n_kv_heads=1),
-        _decode("gqa3-dim64", (130, 9), n_heads=9, n_kv_heads=3, head_dim=64, block_size=16),
-        _decode("dim10", MIXED, head_dim=10),
+        _decode("gqa3", (130, 9), n_heads=9, n_kv_heads=3, block_size=16),
+        _decode("gqa7-dim80", (40, 17, 1), n_heads=14, n_kv_heads=2, head_dim=80, block_size=16),
+        _decode("gqa8-dim128", (63, 65), n_heads=16, n_kv_heads=2, head_dim=128, block_size=32),
+        _decode("gqa16-dim96", (50, 3), n_heads=16, n_kv_heads=1, head_dim=96, block_size=1),
+        _decode("gqa17", (33, 31), n_heads=17, n_kv_heads=1),
+        _decode("gqa24-dim256", (20,), n_heads=24, n_kv_heads=1, head_dim=256, block_size=16),
+        _decode("splits", (300,), n_heads=4, n_kv_heads=1, block_size=16),
+        _decode("splits-dim128", (257, 5), n_heads=8, n_kv_heads=2, head_dim=128, block_size=32),
+        _decode("splits-dim80", (200,), n_heads=2, n_kv_heads=2, head_dim=80, block_size=1),
+        _decode("splits-window-70", (260, 140), n_heads=2, n_kv_heads=1, block_size=16, window=70),
+        _decode("splits-window-1", (260, 1), n_heads=2, n_kv_heads=1, block_size=16, window=1),
+        _decode("dim10", MIXED, head_dim=10, skip=NO_SUCH_HEAD_DIM),
         _decode("large-scores", MIXED, score_offset=100.0),
         _decode("window-1", MIXED, window=1),
         _decode("window-7", MIXED, window=7),
@@ -60,8 +71,14 @@ def _prefill_cases() -> list[Case]:
         _prefill("chunks-block1", CHUNKS, block_size=1),
         _prefill("mha", CHUNKS, n_heads=4, n_kv_heads=4),
         _prefill("mqa", CHUNKS, n_heads=8, n_kv_heads=1),
-        _prefill("gqa3-dim64", CHUNKS, n_heads=9, n_kv_heads=3, head_dim=64),
-        _prefill("dim10", CHUNKS, head_dim=10),
+        _prefill("gqa3", CHUNKS, n_heads=9, n_kv_heads=3),
+        _prefill("gqa7-dim80", CHUNKS, n_heads=7, n_kv_heads=1, head_dim=80, block_size=32),
+        _prefill("gqa16-dim96", PROMPTS, n_heads=16, n_kv_heads=1, head_dim=96),
+        _prefill("gqa4-dim128", CHUNKS, n_heads=8, n_kv_heads=2, head_dim=128, block_size=16),
+        _prefill("dim256", CHUNKS, n_heads=2, n_kv_heads=1, head_dim=256, block_size=16),
+        _prefill("dim256-window-9", CHUNKS, n_heads=2, n_kv_heads=1, head_dim=256, block_size=1, window=9),
+        _prefill("long-past", ((3, 1), (200, 130)), n_heads=2, n_kv_heads=1, block_size=32),
+        _prefill("dim10", CHUNKS, head_dim=10, skip=NO_SUCH_HEAD_DIM),
         _prefill("large-scores", CHUNKS, score_offset=100.0),
         _prefill("tiles", TILES, n_heads=2, n_kv_heads=1, block_size=16),
         _prefill("tiles-window-20", TILES, n_heads=2, n_kv_heads=1, block_size=16, window=20),
@@ -73,7 +90,7 @@ def _prefill_cases() -> list[Case]:
 
 
 def _axes(**changed: Any) -> dict[str, Any]:
-    usual = {"n_heads": 6, "n_kv_heads": 2, "head_dim": 16, "block_size": 4, "window": None, "score_offset": 0.0}
+    usual = {"n_heads": 6, "n_kv_heads": 2, "head_dim": 64, "block_size": 4, "window": None, "score_offset": 0.0}
     return usual | changed
 
 
@@ -87,11 +104,12 @@ def _decode(name: str, seq_lens: Lens, skip: dict[str, str] | None = None, **cha
         reference=lambda **inputs: {"out": attention_decode(**inputs)},
         candidate=_decode_candidate,
         disturb=_disturb,
+        storages=HALVES,
         skip=skip or {},
     )
 
 
-def _prefill(name: str, lens: tuple[Lens, Lens], **changed: Any) -> Case:
+def _prefill(name: str, lens: tuple[Lens, Lens], skip: dict[str, str] | None = None, **changed: Any) -> Case:
     axes = _axes(query_lens=lens[0], seq_lens=lens[1], **changed)
     return Case(
         stem="attention",
@@ -101,6 +119,8 @@ def _prefill(name: str, lens: tuple[Lens, Lens], **changed: Any) -> Case:
         reference=lambda **inputs: {"out": attention_prefill(**inputs)},
         candidate=_prefill_candidate,
         disturb=_disturb,
+        storages=HALVES,
+        skip=skip or {},
     )
 
 
@@ -120,7 +140,7 @@ def _inputs(
     rng = np.random.default_rng(seed)
     num_tokens = len(seq_lens) if query_lens is None else sum(query_lens)
     inputs: Inputs = {
-        "q": guarded(normal(rng, num_tokens, n_heads, head_dim, scale=3.0)),
+        "q": guarded(normal(rng, num_tokens, n_heads, head_dim, scale=3.0), num_axes=2),
         **paged_kv(rng, seq_lens, block_size, n_kv_heads, head_dim),
         "seq_lens": np.array(seq_lens, np.int32),
         "sm_scale": head_dim**-0.5,

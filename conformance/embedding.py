@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from conformance.case import Case, Inputs, Kept, Outputs
+from conformance.case import HALVES, Case, Inputs, Kept, Outputs
 from conformance.inputs import guarded, normal
 from conformance.tolerance import EXACT
 from engine.ops import OpTable
@@ -18,17 +18,24 @@ Array = NDArray[Any]
 
 
 def cases() -> list[Case]:
-    shapes = {"none": (0, 50, 8), "one": (1, 1, 1), "odd": (37, 101, 33), "wide": (5, 1000, 576)}
+    shapes = {
+        "none": (0, 50, 8),
+        "one": (1, 1, 1),
+        "odd": (37, 101, 33),
+        "wide": (5, 1000, 576),
+        "wider-than-a-block": (2, 3, 2056),
+    }
     return [
         Case(
             stem="embedding",
             name=name,
             axes=(axes := {"num_tokens": num_tokens, "vocab_size": vocab_size, "hidden_size": hidden_size}),
             make_inputs=partial(_inputs, **axes),
-            reference=lambda token_ids, table: {"out": embedding(token_ids, table)},
+            reference=lambda token_ids, table, storage=None: {"out": embedding(token_ids, table)},
             candidate=_candidate,
             tolerance=EXACT,
             disturb=_disturb,
+            storages=(*HALVES, "float32"),
             skip={"cpu": "the CPU's op table holds ref.embedding itself"},
         )
         for name, (num_tokens, vocab_size, hidden_size) in shapes.items()

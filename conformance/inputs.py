@@ -23,16 +23,17 @@ def normal(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> NDArray
     return rng.standard_normal(shape, np.float32) * np.float32(scale)
 
 
-def guarded(array: Array, num_axes: int | None = None) -> Array:
+def guarded(array: Array, num_axes: int | None = None, last: int = 1) -> Array:
     """An equal view into a larger array that is poison elsewhere: a border of 1 along the first num_axes axes.
 
     With all axes (None) no two rows are neighbours in memory; with 1 the view is contiguous, as a kernel that
-    computes addresses by itself may ask for.
+    computes addresses by itself may ask for. last: the border along the last axis, if it has one; 8 keeps rows of a
+    multiple of 8 aligned to 16 bytes in any type.
     """
     num_axes = array.ndim if num_axes is None else num_axes
-    shape = [n + 2 if axis < num_axes else n for axis, n in enumerate(array.shape)]
-    whole = poison(np.zeros(shape, array.dtype))
-    view: Array = whole[tuple(slice(1, -1) for _ in range(num_axes))]
+    borders = [(last if axis == array.ndim - 1 else 1) if axis < num_axes else 0 for axis in range(array.ndim)]
+    whole = poison(np.zeros([n + 2 * border for n, border in zip(array.shape, borders, strict=True)], array.dtype))
+    view: Array = whole[tuple(slice(border, border + n) for n, border in zip(array.shape, borders, strict=True))]
     view[...] = array
     return view
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from conformance.case import Case, Inputs, Kept, Outputs
+from conformance.case import HALVES, Case, Inputs, Kept, Outputs
 from conformance.inputs import guarded, normal
 from conformance.tolerance import EXACT
 from engine.ops import OpTable
@@ -41,6 +41,7 @@ def _case(name: str, num_tokens: int, n_kv_heads: int, head_dim: int, block_size
         tolerance=EXACT,
         changes=("k_cache", "v_cache"),
         disturb=_disturb,
+        storages=(*HALVES, "float32"),
     )
 
 
@@ -59,7 +60,7 @@ def _inputs(seed: int, num_tokens: int, n_kv_heads: int, head_dim: int, block_si
     }
 
 
-def _reference(k_cache: Array, v_cache: Array, **inputs: Array) -> Outputs:
+def _reference(k_cache: Array, v_cache: Array, *, storage: str | None = None, **inputs: Array) -> Outputs:
     kv_cache_write(**inputs, k_cache=k_cache, v_cache=v_cache)
     return {"k_cache": k_cache, "v_cache": v_cache}
 

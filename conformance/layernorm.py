@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from conformance.case import Case, Inputs, Kept, Outputs
+from conformance.case import HALVES, Case, Inputs, Kept, Outputs
 from conformance.inputs import guarded, normal
 from engine.ops import OpTable
 from ref.layernorm import add_layernorm, layernorm
@@ -22,9 +22,11 @@ SHAPES: dict[str, tuple[int, ...]] = {  # num_tokens, hidden_size
     "odd": (7, 33),
     "many": (130, 96),
     "wide": (3, 4096),
+    "wider-than-a-block": (2, 4104),
+    "one-short-of-16-bytes": (3, 63),
 }
 HEADS: dict[str, tuple[int, ...]] = {"heads": (9, 6, 32), "head": (4, 1, 10)}  # num_tokens, n_heads, head_dim
-ROW_SIZES = (1.0, 0.0, 1e-3, 1e4, 1e-6)  # of the rows, in turn: a row of zeros, and one that eps outweighs
+ROW_SIZES = (1.0, 0.0, 1e-3, 3e3, 1e-6)  # of the rows, in turn: a row of zeros, and one that eps outweighs
 ROW_MEANS = (0.0, 0.0, 1.0, -1e4, 0.0)  # added to them: what is left after the mean has gone is small beside it
 
 
@@ -45,6 +47,7 @@ def _case(name: str, shape: tuple[int, ...], bias: bool) -> Case:
         candidate=_add_candidate if fused else _candidate,
         changes=("residual",) if fused else (),
         disturb=_disturb,
+        storages=(*HALVES, "float32"),
     )
 
 
@@ -63,7 +66,7 @@ def _inputs(seed: int, shape: tuple[int, ...], bias: bool, fused: bool) -> Input
     return inputs
 
 
-def _reference(x: Array, weight: Array, bias: Array | None, eps: float) -> Outputs:
+def _reference(x: Array, weight: Array, bias: Array | None, eps: float, storage: str | None = None) -> Outputs:
     return {"normed": layernorm(x, weight, bias, eps)}
 
 
@@ -71,8 +74,10 @@ def _candidate(ops: OpTable, x: Array, weight: Array, bias: Array | None, eps: f
     return {"normed": ops.layernorm(x, weight, bias, eps)}
 
 
-def _add_reference(x: Array, residual: Array, weight: Array, bias: Array | None, eps: float) -> Outputs:
-    normed, new_residual = add_layernorm(x, residual, weight, bias, eps)
+def _add_reference(
+    x: Array, residual: Array, weight: Array, bias: Array | None, eps: float, storage: str | None = None
+) -> Outputs:
+    normed, new_residual = add_layernorm(x, residual, weight, bias, eps, storage=storage)
     return {"normed": normed, "new_residual": new_residual}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from conformance.case import Case, Inputs, Kept, Outputs
+from conformance.case import HALVES, Case, Inputs, Kept, Outputs
 from conformance.inputs import guarded, normal
 from engine.ops import OpTable
 from engine.weights import LinearWeight
@@ -24,13 +24,24 @@ SHAPES = {  # num_tokens, in_features, out_features
     "few-tokens": (17, 576, 192),
     "tall": (127, 65, 31),
     "long-sum": (2, 4096, 63),
+    "eight-tokens": (8, 96, 40),
+    "nine-tokens": (9, 72, 48),  # a multiple of 8, which is 16 bytes, but of no more
+    "sixteen-tokens": (16, 264, 17),
+    "seventeen-tokens": (17, 40, 16),
+    "many-tokens": (100, 136, 72),
+    "wide-blocks": (5, 64, 1040),  # of a kernel: many rows of blocks
+    "some-blocks": (4, 8, 160),
+    "more-blocks": (3, 40, 330),
 }
 
 
 def cases() -> list[Case]:
     """Every shape, without and with bias; and the layout of a head that is also the embedding."""
     found = [_case(name, *shape, bias=False) for name, shape in SHAPES.items()]
-    found += [_case(f"{name}-bias", *SHAPES[name], bias=True) for name in ("one-token", "odd", "tall")]
+    found += [
+        _case(f"{name}-bias", *SHAPES[name], bias=True)
+        for name in ("one-token", "odd", "tall", "sixteen-tokens", "many-tokens")
+    ]
     found += [_case(f"{name}-tied", *SHAPES[name], bias=False, tied=True) for name in ("no-tokens", "one-token", "odd")]
     return found
 
@@ -47,19 +58,20 @@ def _case(name: str, num_tokens: int, in_features: int, out_features: int, bias:
         name=name,
         axes={**axes, "tied": tied},
         make_inputs=partial(_inputs, **axes),
-        reference=lambda x, weight, bias: {"y": linear(x, weight, bias)},
+        reference=lambda x, weight, bias, storage=None: {"y": linear(x, weight, bias)},
         candidate=partial(_candidate, tied=tied),
         disturb=_disturb,
+        storages=HALVES,
     )
 
 
 def _inputs(seed: int, num_tokens: int, in_features: int, out_features: int, bias: bool) -> Inputs:
-    """Rows of x of sizes from 1e-3 to 1e3, not side by side in memory."""
+    """Rows of x of sizes from 1e-3 to 1e3, not side by side in memory, and not of 16 bytes if in_features is not."""
     rng = np.random.default_rng(seed)
     sizes = np.float32(10) ** rng.uniform(-3, 3, (num_tokens, 1)).astype(np.float32)
     return {
-        "x": guarded(normal(rng, num_tokens, in_features) * sizes),
-        "weight": normal(rng, out_features, in_features, scale=in_features**-0.5),
+        "x": guarded(normal(rng, num_tokens, in_features) * sizes, last=1 if in_features % 8 else 8),
+        "weight": guarded(normal(rng, out_features, in_features, scale=in_features**-0.5), num_axes=1),
         "bias": normal(rng, out_features) if bias else None,
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from conformance.case import Case, Inputs, Kept, Outputs
+from conformance.case import HALVES, Case, Inputs, Kept, Outputs
 from conformance.inputs import guarded, normal
 from engine.ops import OpTable
 from ref.rmsnorm import add_rmsnorm, rmsnorm
@@ -22,8 +22,10 @@ SHAPES = {  # num_tokens, hidden_size
     "odd": (7, 33),
     "many": (130, 96),
     "wide": (3, 4096),
+    "wider-than-a-block": (2, 4104),  # what 512 threads of a kernel cover at once is 4096 numbers of 16 bits
+    "one-short-of-16-bytes": (3, 63),
 }
-ROW_SIZES = (1.0, 0.0, 1e-3, 1e4, 1e-6)  # of the rows, in turn: a row of zeros, and one that eps outweighs
+ROW_SIZES = (1.0, 0.0, 1e-3, 3e3, 1e-6)  # of the rows, in turn: a row of zeros, and one that eps outweighs
 
 
 def cases() -> list[Case]:
@@ -46,6 +48,7 @@ def _case(name: str, num_tokens: int, hidden_size: int, eps: float, fused: bool)
         candidate=_add_candidate if fused else _candidate,
         changes=("residual",) if fused else (),
         disturb=_disturb,
+        storages=(*HALVES, "float32"),
     )
 
 
@@ -62,7 +65,7 @@ def _inputs(seed: int, num_tokens: int, hidden_size: int, eps: float, fused: boo
     return inputs
 
 
-def _reference(x: Array, weight: Array, eps: float) -> Outputs:
+def _reference(x: Array, weight: Array, eps: float, storage: str | None = None) -> Outputs:
     return {"normed": rmsnorm(x, weight, eps)}
 
 
@@ -70,8 +73,8 @@ def _candidate(ops: OpTable, x: Array, weight: Array, eps: float) -> Outputs:
     return {"normed": ops.rmsnorm(x, weight, eps)}
 
 
-def _add_reference(x: Array, residual: Array, weight: Array, eps: float) -> Outputs:
-    normed, new_residual = add_rmsnorm(x, residual, weight, eps)
+def _add_reference(x: Array, residual: Array, weight: Array, eps: float, storage: str | None = None) -> Outputs:
+    normed, new_residual = add_rmsnorm(x, residual, weight, eps, storage=storage)
     return {"normed": normed, "new_residual": new_residual}
 
 

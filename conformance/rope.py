@@ -9,11 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from conformance.case import Case, Inputs, Kept, Outputs
+from conformance.case import HALVES, Case, Inputs, Kept, Outputs
 from conformance.inputs import guarded, normal
 from ref.rope import qk_norm_rope_kv_write, rope_cos_sin, rope_inv_freq, rope_kv_write
 
 Array = NDArray[Any]
+
+NO_PADDING = {"cpu": "a CPU step has no padding: every token has a slot"}
+WHOLE = {"cpu": "no model that the CPU serves turns a part of its heads"}
+HALVES_ONLY = {"cpu": "no model that the CPU serves norms heads and turns neighbours"}
 
 SHAPES = {  # num_tokens, n_heads, n_kv_heads, head_dim, block_size
     "no-tokens": (0, 4, 2, 16, 4),
@@ -22,17 +26,27 @@ SHAPES = {  # num_tokens, n_heads, n_kv_heads, head_dim, block_size
     "gqa": (37, 6, 2, 24, 16),
     "mha": (5, 4, 4, 32, 3),
     "mqa": (65, 8, 1, 10, 8),
+    "dim80": (5, 8, 2, 80, 32),
+    "dim96": (3, 4, 1, 96, 1),
+    "dim128": (6, 16, 2, 128, 16),
+    "dim256": (2, 2, 1, 256, 16),
 }
+ROTARY_DIMS = {"gqa": 10, "dim80": 32, "dim256": 64}  # where a part of each head turns
+PADDING = 5  # tokens without a slot, the last ones
 
 
 def cases() -> list[Case]:
     found = [_case(name, *shape) for name, shape in SHAPES.items()]
-    found += [_case(f"qk-norm-{name}", *SHAPES[name], qk_norm=True) for name in ("one-token", "gqa", "mqa")]
-    found += [
-        _case(f"interleaved-{name}", *SHAPES[name], interleaved=True) for name in ("no-tokens", "smallest", "gqa")
-    ]
-    padding = "a CPU step has no padding: every token has a slot"
-    return [*found, _case("padding", *SHAPES["gqa"], num_padding=5, skip={"cpu": padding})]
+    found += [_case(f"part-{name}", *SHAPES[name], rotary_dim=size, skip=WHOLE) for name, size in ROTARY_DIMS.items()]
+    normed = ("one-token", "smallest", "gqa", "mqa", "dim80", "dim128", "dim256")
+    found += [_case(f"qk-norm-{name}", *SHAPES[name], qk_norm=True) for name in normed]
+    found.append(_case("qk-norm-by-head", *SHAPES["gqa"], qk_norm=True, by_head=True))
+    interleaved = ("no-tokens", "smallest", "gqa", "dim128")
+    found += [_case(f"interleaved-{name}", *SHAPES[name], interleaved=True) for name in interleaved]
+    found.append(_case("part-interleaved", *SHAPES["dim80"], rotary_dim=32, interleaved=True, skip=WHOLE))
+    found.append(_case("qk-norm-interleaved", *SHAPES["gqa"], qk_norm=True, interleaved=True, skip=HALVES_ONLY))
+    found.append(_case("padding", *SHAPES["gqa"], num_padding=PADDING, skip=NO_PADDING))
+    return [*found, _case("qk-norm-padding", *SHAPES["gqa"], num_padding=PADDING, qk_norm=True, skip=NO_PADDING)]
 
 
 def _case(
@@ -43,7 +57,9 @@ def _case(
     head_dim: int,
     block_size: int,
     num_padding: int = 0,
+    rotary_dim: int | None = None,
     qk_norm: bool = False,
+    by_head: bool = False,
     interleaved: bool = False,
     skip: dict[str, str] | None = None,
 ) -> Case:
@@ -54,23 +70,34 @@ def _case(
         "head_dim": head_dim,
         "block_size": block_size,
         "num_padding": num_padding,
+        "rotary_dim": head_dim if rotary_dim is None else rotary_dim,
     }
+    make = partial(_qk_norm_inputs, by_head=by_head) if qk_norm else _inputs
     settings = {"interleaved": True} if interleaved else {}
     return Case(
         stem="rope",
         name=name,
         axes=axes | settings,
-        make_inputs=lambda seed: (_qk_norm_inputs if qk_norm else _inputs)(seed, **axes) | settings,
-        reference=partial(_run, qk_norm_rope_kv_write if qk_norm else rope_kv_write),
+        make_inputs=lambda seed: make(seed, **axes) | settings,
+        reference=partial(_reference, qk_norm_rope_kv_write if qk_norm else rope_kv_write),
         candidate=lambda ops, **inputs: _run(ops.qk_norm_rope_kv_write if qk_norm else ops.rope_kv_write, **inputs),
         changes=("k_cache", "v_cache"),
         disturb=_disturb,
+        storages=(*HALVES, "float32"),
+        wide=("cos_sin",),
         skip=skip or {},
     )
 
 
 def _inputs(
-    seed: int, num_tokens: int, n_heads: int, n_kv_heads: int, head_dim: int, block_size: int, num_padding: int
+    seed: int,
+    num_tokens: int,
+    n_heads: int,
+    n_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    num_padding: int,
+    rotary_dim: int,
 ) -> Inputs:
     """q, k, v are views of one fused projection, as in a model; the cache is NaN, so unwritten slots stay NaN."""
     rng = np.random.default_rng(seed)
@@ -84,19 +111,27 @@ def _inputs(
         "q": qkv[:, :n_heads],
         "k": qkv[:, n_heads : n_heads + n_kv_heads],
         "v": qkv[:, n_heads + n_kv_heads :],
-        "cos_sin": rope_cos_sin(rope_inv_freq("default", 1e4, head_dim), positions).astype(np.float32),
+        "cos_sin": rope_cos_sin(rope_inv_freq("default", 1e4, rotary_dim), positions).astype(np.float32),
         "slot_mapping": slot_mapping,
         "k_cache": guarded(np.full(shape, np.nan, np.float32), num_axes=1),
         "v_cache": guarded(np.full(shape, np.nan, np.float32), num_axes=1),
     }
 
 
-def _qk_norm_inputs(seed: int, head_dim: int, **axes: int) -> Inputs:
-    """The same, and norms of the heads with an eps that matters."""
+def _qk_norm_inputs(seed: int, by_head: bool, **axes: int) -> Inputs:
+    """The same, and norms of the heads, with a weight for all or one for each, and an eps that matters."""
     rng = np.random.default_rng(seed + 1)
-    inputs = _inputs(seed, head_dim=head_dim, **axes)
-    weights = {name: normal(rng, head_dim) for name in ("q_weight", "k_weight")}
+    inputs = _inputs(seed, **axes)
+    head_dim = (axes["head_dim"],)
+    weights = {
+        f"{name}_weight": normal(rng, *((axes[heads],) if by_head else ()), *head_dim)
+        for name, heads in (("q", "n_heads"), ("k", "n_kv_heads"))
+    }
     return {name: inputs[name] for name in ("q", "k", "v")} | weights | {"eps": 0.1} | inputs
+
+
+def _reference(op: Callable[..., Array], *, storage: str | None = None, **inputs: Array) -> Outputs:
+    return _run(partial(op, storage=storage) if op is qk_norm_rope_kv_write else op, **inputs)
 
 
 def _run(op: Callable[..., Array], k_cache: Array, v_cache: Array, **inputs: Array) -> Outputs:
@@ -112,7 +147,7 @@ def _disturb(inputs: Inputs, rng: np.random.Generator) -> Kept:
     for name in ("q", "k", "v"):
         inputs[name][others] = normal(rng, int(others.sum()), *inputs[name].shape[1:])
     block_size = inputs["k_cache"].shape[1]
-    written = inputs["slot_mapping"][others]
+    written = inputs["slot_mapping"][others & (inputs["slot_mapping"] >= 0)]
     kept_slots = np.ones(inputs["k_cache"].shape[:2], np.bool_)
     kept_slots[written // block_size, written % block_size] = False
     return {"q": slice(keep, keep + 1), "k_cache": kept_slots, "v_cache": kept_slots}

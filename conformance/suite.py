@@ -41,10 +41,8 @@ OPS = (
 )  # files with cases of one stem
 CPU_THREADS = 3  # more than one, so that matrix products are shared out, and odd, so that shares differ in size
 TARGETS = ("golden", "cpu", "host", "gpu")
-NO_KERNELS = {
-    "host": "there are no CUDA kernels yet, so there is nothing to build for the host; use --target cpu or golden",
-    "gpu": "there are no CUDA kernels yet, so there is nothing to run on a GPU; use --target cpu or golden",
-}
+KERNEL_TARGETS = ("host", "gpu")
+NO_KERNEL = "there is no kernel for it yet"
 
 
 def cases(target: str) -> list[Case]:
@@ -52,12 +50,22 @@ def cases(target: str) -> list[Case]:
 
     golden  ref against the stored logits of conformance/golden
     cpu     the op table of a machine without a GPU, and the engine over it, against ref
+    host    the op table of kernels, built for this CPU, in each storage type that a case has
+    gpu     the same on a GPU
     """
     if target == "golden":
         return golden.cases()
     if target == "cpu":
         return [case for op in OPS for case in op.cases()] + end_to_end.cases()
-    raise ValueError(f"target {target!r} has no cases; golden and cpu have")
+    if target in KERNEL_TARGETS:
+        found = [case for op in OPS for case in op.cases()]
+        return [case.stored_as(storage) for case in found for storage in case.storages]
+    raise ValueError(f"target {target!r} is none of {', '.join(TARGETS)}")
+
+
+def left_out(target: str) -> list[Case]:
+    """The cases of the CPU that a target with kernels has nothing for."""
+    return [case for op in OPS for case in op.cases() if target in KERNEL_TARGETS and not case.storages]
 
 
 def target_ops(target: str) -> OpTable:

@@ -39,10 +39,12 @@ def test_what_is_skipped_and_why() -> None:
         "embedding one",
         "embedding odd",
         "embedding wide",
+        "embedding wider-than-a-block",
         *(f"activation plain-{name}" for name in ("gelu_new", "gelu", "relu", "silu")),
         "mla write-padding",
         *(f"attention_biased {name}" for name in SEQS),
-        "rope padding",
+        *(f"rope {name}" for name in ("padding", "qk-norm-padding", "qk-norm-interleaved")),
+        *(f"rope part-{name}" for name in ("gqa", "dim80", "dim256", "interleaved")),
         "attention decode-no-sequence",
         "attention decode-empty-sequence",
     }

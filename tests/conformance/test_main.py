@@ -2,15 +2,20 @@
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
 from conformance import __main__ as command
+from conformance import host_build
 from conformance.case import Case
+from conformance.machines import kernel_hash
+from conformance.report import source_hash
 from conformance.suite import target_ops
 
 LINE = re.compile(r"\S+ \S+ (\S+ \S+ (ok|FAIL)|- - skip\(.+\))")
@@ -38,7 +43,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_passing(capsys: pytest.CaptureFixture[str]) -> None:
     status, lines, _ = run(capsys, "--target", "cpu", "--op", "rmsnorm")
     assert status == 0
-    assert lines[-1] == "14 passed, 0 failed, 0 skipped"
+    assert lines[-1] == "18 passed, 0 failed, 0 skipped"
     assert all(LINE.fullmatch(line) for line in lines[:-1])
     assert {line.split()[0] for line in lines[:-1]} == {"rmsnorm"}
     assert all(float(line.split()[2]) <= float(line.split()[3]) for line in lines[:-1])
@@ -55,7 +60,7 @@ def test_golden(capsys: pytest.CaptureFixture[str]) -> None:
 def test_failing(capsys: pytest.CaptureFixture[str]) -> None:
     status, lines, _ = run(capsys, "--target", "cpu", "--op", "rmsnorm")
     assert status == 1
-    assert re.fullmatch(r"7 passed, 7 failed, 0 skipped", lines[-1])
+    assert re.fullmatch(r"9 passed, 9 failed, 0 skipped", lines[-1])
     place = next(i for i, line in enumerate(lines) if line.startswith("rmsnorm odd "))
     assert lines[place].endswith(" FAIL")
     assert "at [2, " in lines[place + 1]
@@ -77,14 +82,69 @@ def test_skipping(capsys: pytest.CaptureFixture[str]) -> None:
     status, lines, _ = run(capsys, "--target", "cpu", "--op", "embedding")
     assert status == 0
     assert lines[0] == "embedding none - - skip(the CPU's op table holds ref.embedding itself)"
-    assert lines[-1] == "0 passed, 0 failed, 4 skipped"
+    assert lines[-1] == "0 passed, 0 failed, 5 skipped"
 
 
-@pytest.mark.parametrize("target", ["host", "gpu"])
-def test_no_kernels_is_no_pass(capsys: pytest.CaptureFixture[str], target: str) -> None:
-    status, lines, error = run(capsys, "--target", target)
+def test_no_gpu_is_no_pass(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    status, lines, error = run(capsys, "--target", "gpu", "--op", "rmsnorm")
     assert (status, lines) == (2, [])
-    assert "there are no CUDA kernels yet" in error
+    assert error.startswith("python -m conformance: --target gpu: looked for CuPy, which the extras cuda12 and cuda13")
+    assert error.count("\n") == 1
+
+
+def test_no_compiler_is_no_pass(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_build.shutil, "which", lambda name: None)
+    host_build.gxx.cache_clear()
+    host_build._compiler_version.cache_clear()
+    status, lines, error = run(capsys, "--target", "host", "--op", "rmsnorm")
+    host_build.gxx.cache_clear()
+    assert (status, lines) == (2, [])
+    assert "there is no g++ in the PATH" in error
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    """What runs, what is skipped and why, and by name what has no kernel."""
+    status, lines, _ = run(capsys, "--target", "host", "--list")
+    assert status == 0
+    assert "rmsnorm odd-bfloat16" in lines
+    assert "attention decode-dim10-float16 skip(there are kernels for head_dim 64, 80, 96, 128 and 256 only)" in lines
+    assert {line.split()[0] for line in lines if line.endswith(" left out(there is no kernel for it yet)")} == {
+        "mla",
+        "moe",
+        "moe_routing",
+        "attention_biased",
+        "sampling",
+        "rope_table",
+    }
+
+
+def test_kernels_on_this_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """--target host, its JSON with the hash of the .cu, and JUnit's XML."""
+    files = [tmp_path / "results.json", tmp_path / "results.xml"]
+    options = ["--op", "embedding", "--json", str(files[0]), "--junit", str(files[1])]
+    status, lines, _ = run(capsys, "--target", "host", *options)
+    assert (status, lines[-1]) == (0, "15 passed, 0 failed, 0 skipped")
+    report = json.loads(files[0].read_text())
+    assert report["kernels"] == {"embedding": kernel_hash("embedding")}
+    assert (report["gpu"], len(report["cases"])) == (None, 15)
+    suite = ElementTree.parse(files[1]).getroot()
+    assert (suite.get("tests"), suite.get("failures")) == ("15", "0")
+    assert suite[0].attrib.items() >= {"classname": "embedding", "name": "none-bfloat16"}.items()
+
+
+def test_a_hash_of_a_kernel_covers_its_headers(tmp_path: Path) -> None:
+    (tmp_path / "include").mkdir()
+    (tmp_path / "a.cu").write_text('#include "b.cuh"\n')
+    (tmp_path / "include" / "b.cuh").write_text('#include "c.cuh"\n')
+    header = tmp_path / "include" / "c.cuh"
+    header.write_text("// one\n")
+    (tmp_path / "include" / "other.cuh").write_text("// not included\n")
+    before = kernel_hash("a", tmp_path)
+    (tmp_path / "include" / "other.cuh").write_text("// changed\n")
+    assert kernel_hash("a", tmp_path) == before
+    header.write_text("// two\n")
+    assert kernel_hash("a", tmp_path) != before
 
 
 def test_nothing_to_run_is_no_pass(capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,4 +184,4 @@ def test_json_has_no_skipped_case(capsys: pytest.CaptureFixture[str], tmp_path: 
 @pytest.mark.parametrize("target", ["cpu", "golden"])
 def test_every_stem_has_a_source(target: str) -> None:
     cases: list[Case] = command.cases(target)
-    assert all(command._source_hash(target, stem) for stem in {case.stem for case in cases})
+    assert all(source_hash(target, stem) for stem in {case.stem for case in cases})

@@ -1,0 +1,121 @@
+"""This CPU as a device of engine.kernels: the very .cu files, built by g++ over the shim in cuda/host.
+
+What has to be built is found by a dry run: the wrappers are called on a device that launches nothing and takes notes.
+Then each .cu is built once, with all instances that a run needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conformance.host import MAX_SHARED_BYTES, Library, Strided
+from conformance.host_build import CUDA
+from engine.kernels.device import NUM_COUNTERS, Argument, Dims, Instance
+
+Array = NDArray[Any]
+
+NUM_SMS = 4  # few, so that small sizes meet every choice that a wrapper makes by the number of blocks
+ORDERS = (("in_step", 0), ("greedy", 0), ("random", 1), ("random", 2))  # schedules and their seeds, in turn
+MAX_INSTANCES = 8  # of one build: a file with more is built in parts, so that all cores have work
+
+
+class Notes:
+    """A device that launches nothing, and knows afterwards what was to be launched."""
+
+    def __init__(self, num_sms: int = NUM_SMS, max_shared_bytes: int = MAX_SHARED_BYTES) -> None:
+        self.num_sms, self.max_shared_bytes = num_sms, max_shared_bytes
+        self.counters = np.zeros(NUM_COUNTERS, np.uint32)
+        self.instances: dict[Instance, None] = {}  # in the order of their first launch
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        return np.zeros(shape, dtype)
+
+    def to_device(self, array: Array, out: Array) -> None:
+        out[...] = array
+
+    def to_host(self, array: Array) -> Array:
+        return np.array(array)
+
+    def launch(
+        self, instance: Instance, grid: Dims, block: Dims, arguments: Sequence[Argument], shared_bytes: int = 0
+    ) -> None:
+        self.instances[instance] = None
+
+    def matmul(self, x: Array, weight: Array, out: Array) -> None:
+        pass
+
+
+class HostDevice:
+    """Launches on this CPU; arrays are NumPy's, 16-bit floats those of ml_dtypes.
+
+    Args:
+        schedule: "in_step", "greedy", "random", or "" for all of ORDERS in turn by run.
+        sanitizer: "address" or "thread" runs every launch in a program of its own that the sanitizer watches.
+        folder: where the .cu files are.
+    Raises:
+        BuildError: see conformance.host_build.
+    """
+
+    def __init__(
+        self,
+        schedule: str = "",
+        seed: int = 0,
+        sanitizer: str = "",
+        folder: Path = CUDA,
+        num_sms: int = NUM_SMS,
+    ) -> None:
+        self.num_sms, self.max_shared_bytes = num_sms, MAX_SHARED_BYTES
+        self.counters = np.zeros(NUM_COUNTERS, np.uint32)
+        self._orders = ((schedule, seed),) if schedule else ORDERS
+        self._order = self._orders[0]
+        self._sanitizer, self._folder = sanitizer, folder
+        self._libraries: dict[Instance, Library] = {}
+
+    def build(self, instances: Iterable[Instance], num_jobs: int = 2) -> None:
+        """Builds what is not there yet, num_jobs compilers at once."""
+        wanted = sorted(set(instances) - self._libraries.keys(), key=lambda instance: (instance.stem, instance.entry))
+        parts: list[list[Instance]] = []
+        for _, group in groupby(wanted, key=lambda instance: instance.stem):
+            found = list(group)
+            num_parts = -(-len(found) // MAX_INSTANCES)
+            parts += [found[part::num_parts] for part in range(num_parts)]
+        with ThreadPoolExecutor(num_jobs) as team:
+            for part, library in zip(parts, team.map(self._library, parts), strict=True):
+                self._libraries |= dict.fromkeys(part, library)
+
+    def begin(self, run: int) -> None:
+        """The order of blocks, warps and lanes from now on is that of this run."""
+        self._order = self._orders[run % len(self._orders)]
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        return np.empty(shape, dtype)
+
+    def to_device(self, array: Array, out: Array) -> None:
+        out[...] = array
+
+    def to_host(self, array: Array) -> Array:
+        return np.array(array)
+
+    def launch(
+        self, instance: Instance, grid: Dims, block: Dims, arguments: Sequence[Argument], shared_bytes: int = 0
+    ) -> None:
+        """Raises KernelFault if the kernel does what no kernel may, TypeError or ValueError for a wrong argument."""
+        if instance not in self._libraries:
+            self.build([instance])
+        values = [Strided(value) if isinstance(value, np.ndarray) else value for value in arguments]
+        self._libraries[instance].launch(instance.entry, grid, block, values, shared_bytes, *self._order)
+
+    def matmul(self, x: Array, weight: Array, out: Array) -> None:
+        """Sums in float32, rounded once."""
+        out[...] = (x.astype(np.float32) @ weight.astype(np.float32).T).astype(out.dtype)
+
+    def _library(self, instances: Sequence[Instance]) -> Library:
+        source = self._folder / f"{instances[0].stem}.cu"
+        return Library(source, [instance.entry for instance in instances], self._sanitizer)

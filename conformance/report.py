@@ -1,0 +1,67 @@
+"""What a run leaves behind: results as JSON, and as JUnit's XML."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from conformance.case import Result
+from conformance.machines import Machine, kernel_hash
+
+ROOT = Path(__file__).parent.parent
+SOURCES = {"cpu": ("engine/cpu", "engine/models", "engine", "ref"), "golden": ("ref/model",)}  # where a stem's file is
+
+
+def report(target: str, results: Sequence[Result], machine: Machine) -> dict[str, Any]:
+    """What --json writes: where it ran, the sources that were checked, and all cases but the skipped.
+
+    "kernels" is by stem: of a .cu, the hash of the file and its headers. error is null where it is not finite: JSON
+    has no infinity.
+    """
+    ran = [result for result in results if result.status != "skip"]
+    if target in SOURCES:
+        hashes = {stem: source_hash(target, stem) for stem in dict.fromkeys(result.stem for result in ran)}
+    else:
+        hashes = {stem: kernel_hash(stem) for stem in sorted({instance.stem for instance in machine.kernels})}
+    return {
+        "target": target,
+        **dict.fromkeys(("gpu", "driver", "cuda", "cupy")),
+        **machine.about,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "kernels": hashes,
+        "cases": [
+            {
+                "stem": result.stem,
+                "case": result.case,
+                "status": result.status,
+                "error": result.error if result.error < float("inf") else None,
+                "tolerance": result.tolerance,
+            }
+            for result in ran
+        ],
+    }
+
+
+def source_hash(target: str, stem: str) -> str:
+    """sha256 of the file that was checked."""
+    files = [ROOT / folder / f"{stem}.py" for folder in SOURCES[target]]
+    return hashlib.sha256(next(file for file in files if file.exists()).read_bytes()).hexdigest()
+
+
+def junit(target: str, results: Sequence[Result], seconds: Mapping[tuple[str, str], float]) -> str:
+    """The XML that CI systems read: a test case a case, its class the stem."""
+    suite = ElementTree.Element("testsuite", name=f"conformance-{target}", tests=str(len(results)))
+    suite.set("failures", str(sum(result.status == "FAIL" for result in results)))
+    suite.set("skipped", str(sum(result.status == "skip" for result in results)))
+    for result in results:
+        time = f"{seconds.get((result.stem, result.case), 0.0):.3f}"
+        case = ElementTree.SubElement(suite, "testcase", classname=result.stem, name=result.case, time=time)
+        if result.status == "FAIL":
+            ElementTree.SubElement(case, "failure", message=result.problems[0]).text = "\n".join(result.problems)
+        if result.status == "skip":
+            ElementTree.SubElement(case, "skipped", message=result.problems[0])
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"

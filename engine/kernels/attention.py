@@ -48,15 +48,17 @@ def attention_decode(
     partial = device.empty((num_seqs, n_heads, num_splits, head_dim), np.float32) if num_splits > 1 else None
     lse = device.empty((num_seqs, n_heads, num_splits), np.float32) if num_splits > 1 else None
     stages = 3 if head_dim <= 128 else 2
+    warp_bytes = max(stages * 4 * CHUNK, 4 * HEADS) * head_dim
+    warps = DECODE_WARPS if DECODE_WARPS * warp_bytes <= device.max_shared_bytes else DECODE_WARPS // 2
     type_ = type_name(kernel, "q", q)
     arguments = [q, k_cache, v_cache, block_table, seq_lens, out, partial, lse]
     arguments += map(np.int32, (stride(q), stride(block_table), block_size, n_heads, n_kv_heads, window or 0))
     device.launch(
-        Instance(kernel, f"attention_decode<{type_}, {head_dim}, {DECODE_WARPS}, {stages}>"),
+        Instance(kernel, f"attention_decode<{type_}, {head_dim}, {warps}, {stages}>"),
         (num_splits, n_kv_heads * groups, num_seqs),
-        (32 * DECODE_WARPS,),
+        (32 * warps,),
         [*arguments, np.float32(sm_scale)],
-        shared_bytes=DECODE_WARPS * max(stages * 4 * CHUNK, 4 * HEADS) * head_dim,
+        shared_bytes=warps * warp_bytes,
     )
     if num_splits > 1:
         device.launch(
@@ -99,6 +101,8 @@ def attention_prefill(
     if not out.size:
         return out
     tiles, warps = (2, 4) if head_dim <= 128 else (1, 8)  # of 16 queries: 32 a warp, or registers run out
+    if 2 * head_dim * (16 * tiles * warps + 128) > device.max_shared_bytes:
+        warps //= 2
     queries = 16 * tiles * warps
     arguments = [q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, out]
     sizes = (num_seqs, stride(q), stride(block_table), block_size, n_heads, n_kv_heads, window or 0)

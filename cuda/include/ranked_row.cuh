@@ -14,7 +14,6 @@ using u64 = unsigned long long;
 
 constexpr unsigned kInfinityKey = 0xff800000u, kMinusInfinityKey = 0x007fffffu;
 constexpr int kPiece = 128;         // numbers that a warp reads at once: 16 bytes a lane
-constexpr int kUnroll = 4;          // pieces in flight
 constexpr int kThresholds = 7;      // keys that one pass over a row measures
 constexpr int kCandidates = 2048;   // so few left to choose from are kept in shared memory
 constexpr float kLog2E = 1.44269504f;
@@ -52,17 +51,17 @@ struct Cut {
 };
 
 struct RankShared {
-  u64 mass[kMaxWarps][kThresholds];
-  unsigned count[kMaxWarps][kThresholds];
-  u64 mass_result[kThresholds];
-  unsigned count_result[kThresholds];
+  unsigned thresholds[kThresholds];  // ascending keys
+  Measure found[kThresholds];        // what is at or above each
+  Measure parts[kMaxWarps][kThresholds];
   unsigned num_candidates;
   unsigned candidates[kCandidates];  // keys
 };
 
 // f(key, id) for the ids [begin, end) of a row, in ascending order for a lane, 4 neighbours at a time; ids from end on
-// come with key 0, which no number has. Called by whole warps: all lanes do the same number of calls.
-template <typename Function>
+// come with key 0, which no number has. Called by whole warps: all lanes do the same number of calls. kUnroll: pieces in
+// flight.
+template <int kUnroll = 4, typename Function>
 __device__ __forceinline__ void for_each(const Row& row, int begin, int end, Function f) {
   const int lane = threadIdx.x % 32;
   for (int start = begin; start < end; start += kPiece * kUnroll) {
@@ -117,56 +116,60 @@ __device__ __forceinline__ u64 block_best(const Row& row, int begin, int end, u6
   return found;
 }
 
-// Sums of every thread's measures, for all threads.
-__device__ __forceinline__ void block_totals(Measure (&x)[kThresholds], RankShared& shared) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
-#pragma unroll
-  for (int j = 0; j < kThresholds; ++j) {
-    const u64 mass = warp_total(x[j].mass);
-    const unsigned count = warp_total(x[j].count);
-    if (lane == 0) shared.mass[warp][j] = mass, shared.count[warp][j] = count;
-  }
+// The mass of all tokens.
+__device__ __forceinline__ u64 total_mass(const Row& row, RankShared& shared) {
+  const Segment mine = warp_segment(0, row.size);
+  u64 mass = 0;
+  for_each(row, mine.begin, mine.end, [&](unsigned key, int) {
+    if (key > kMinusInfinityKey) mass += fixed_point(row.weight(key));
+  });
+  mass = warp_total(mass);
+  if (threadIdx.x % 32 == 0) shared.parts[threadIdx.x / 32][0] = {mass, 0};
   __syncthreads();
-  for (int j = warp; j < kThresholds; j += num_warps) {
-    const u64 mass = warp_total(lane < num_warps ? shared.mass[lane][j] : 0);
-    const unsigned count = warp_total(lane < num_warps ? shared.count[lane][j] : 0);
-    if (lane == 0) shared.mass_result[j] = mass, shared.count_result[j] = count;
-  }
+  mass = 0;
+  for (int w = 0; w < blockDim.x / 32; ++w) mass += shared.parts[w][0].mass;
   __syncthreads();
-#pragma unroll
-  for (int j = 0; j < kThresholds; ++j) x[j] = {shared.mass_result[j], shared.count_result[j]};
+  return mass;
 }
 
-// What is at or above each of ascending thresholds, given what is at or above `end`, the key where reading stops.
-// num_candidates ≥ 0: all keys between are in shared memory.
+// What is at or above each of shared.thresholds, into shared.found; above_end is what is at or above `end`, the key where
+// reading stops. num_candidates ≥ 0: all keys between are in shared memory.
 template <bool kMass>
-__device__ __forceinline__ void measure(const Row& row, const unsigned (&thresholds)[kThresholds], unsigned end,
-                                        Measure above_end, int num_candidates, RankShared& shared,
-                                        Measure (&found)[kThresholds]) {
+__device__ __forceinline__ void measure(const Row& row, unsigned end, Measure above_end, int num_candidates,
+                                        RankShared& shared) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
+  __syncthreads();  // behind the writes of the thresholds
+  unsigned thresholds[kThresholds], count[kThresholds];
+  u64 mass[kThresholds];
 #pragma unroll
-  for (int j = 0; j < kThresholds; ++j) found[j] = {0, 0};
+  for (int j = 0; j < kThresholds; ++j) thresholds[j] = shared.thresholds[j], mass[j] = 0, count[j] = 0;
   const auto add = [&](unsigned key, int) {
     if (key < thresholds[0] || key >= end) return;
-    const u64 mass = kMass ? fixed_point(row.weight(key)) : 0;
+    const u64 more = kMass ? fixed_point(row.weight(key)) : 0;
 #pragma unroll
     for (int j = 0; j < kThresholds; ++j)
-      if (key >= thresholds[j]) {
-        if (kMass) found[j].mass += mass;
-        found[j].count += 1;
-      }
+      if (key >= thresholds[j]) mass[j] += more, count[j] += 1;
   };
   if (num_candidates >= 0) {
     for (int i = threadIdx.x; i < num_candidates; i += blockDim.x) add(shared.candidates[i], 0);
   } else {
     const Segment mine = warp_segment(0, row.size);
-    for_each(row, mine.begin, mine.end, add);
+    for_each<2>(row, mine.begin, mine.end, add);
   }
-  block_totals(found, shared);
 #pragma unroll
   for (int j = 0; j < kThresholds; ++j) {
-    found[j].mass += above_end.mass;
-    found[j].count += above_end.count;
+    mass[j] = warp_total(mass[j]);
+    count[j] = warp_total(count[j]);
+    if (lane == 0) shared.parts[warp][j] = {mass[j], count[j]};
   }
+  __syncthreads();
+  for (int j = warp; j < kThresholds; j += num_warps) {
+    const Measure part = lane < num_warps ? shared.parts[lane][j] : Measure{0, 0};
+    const u64 all = warp_total(part.mass);
+    const unsigned number = warp_total(part.count);
+    if (lane == 0) shared.found[j] = {all + above_end.mass, number + above_end.count};
+  }
+  __syncthreads();
 }
 
 // Puts the keys of [begin, end), at most kCandidates, into shared memory, in any order.
@@ -181,15 +184,6 @@ __device__ __forceinline__ int collect(const Row& row, unsigned begin, unsigned 
   return shared.num_candidates;
 }
 
-// The first thresholds: the lowest key, then so far below the best as tokens usually are, in steps of `unit`.
-__device__ __forceinline__ void first_thresholds(const Row& row, unsigned lowest, float unit,
-                                                 unsigned (&thresholds)[kThresholds]) {
-  const float below[kThresholds] = {0.0f, 14.0f, 9.0f, 6.0f, 3.5f, 1.75f, 0.75f};
-#pragma unroll
-  for (int j = 0; j < kThresholds; ++j)
-    thresholds[j] = j == 0 ? lowest : min(max(key_of(row.best_logit - below[j] * unit), lowest), row.best);
-}
-
 // The shortest head of the ranking of the keys from `lowest` on, and of `more` behind them, that holds what is wanted:
 // kMass: `share` of all mass; otherwise num_wanted tokens. key: that of the last token of the head, or lowest − 1 if it
 // is one of `more`; missing: how much of what is wanted is not above that key, at least 1.
@@ -200,34 +194,42 @@ struct Head {
 template <bool kMass>
 __device__ __forceinline__ Head find_head(const Row& row, unsigned lowest, u64 more, unsigned num_wanted, double share,
                                           RankShared& shared) {
+  const float below[kThresholds] = {0.0f, 14.0f, 9.0f, 6.0f, 3.5f, 1.75f, 0.75f};  // the best: where tokens often are
+  const float unit = kMass ? kLog2E / row.scale : 2.0f;
   unsigned low = lowest, high = row.best + 1;  // the key is in [low, high)
-  Measure at_low{0, 0}, at_high{0, 0};         // what is at or above them
-  unsigned thresholds[kThresholds];
-  Measure found[kThresholds];
-  first_thresholds(row, lowest, kMass ? kLog2E / row.scale : 2.0f, thresholds);
-  measure<kMass>(row, thresholds, high, at_high, -1, shared, found);
+  Measure above{0, 0};                         // what is at or above high
+  int num_candidates = -1;
+  __syncthreads();  // behind the reads of another search
+  if (threadIdx.x == 0)
+    for (int j = 0; j < kThresholds; ++j)
+      shared.thresholds[j] = j == 0 ? lowest : min(max(key_of(row.best_logit - below[j] * unit), lowest), row.best);
+  measure<kMass>(row, high, above, num_candidates, shared);
   u64 wanted = num_wanted;
   if (kMass) {
-    const u64 total = found[0].mass + more;
+    const u64 total = shared.found[0].mass + more;
     wanted = min(max(static_cast<u64>(ceil(share * static_cast<double>(total))), 1ull), total);
-    if (found[0].mass < wanted) return {lowest - 1, wanted - found[0].mass};
+    if (shared.found[0].mass < wanted) return {lowest - 1, wanted - shared.found[0].mass};
   }
-  int num_candidates = -1;
+  unsigned num_from_low = 0;
   while (true) {
-#pragma unroll
-    for (int j = 0; j < kThresholds; ++j)
-      if ((kMass ? found[j].mass : found[j].count) >= wanted) low = thresholds[j], at_low = found[j];
-#pragma unroll
-    for (int j = kThresholds - 1; j >= 0; --j)
-      if ((kMass ? found[j].mass : found[j].count) < wanted) high = thresholds[j], at_high = found[j];
+    int j = 0;
+    for (; j < kThresholds; ++j) {
+      const Measure found = shared.found[j];
+      if ((kMass ? found.mass : found.count) < wanted) {
+        high = shared.thresholds[j], above = found;
+        break;
+      }
+      low = shared.thresholds[j], num_from_low = found.count;
+    }
     const unsigned span = high - low;
-    if (span == 1) return {low, wanted - (kMass ? at_high.mass : at_high.count)};
-    if (num_candidates < 0 && at_low.count - at_high.count <= kCandidates)
+    if (span == 1) return {low, wanted - (kMass ? above.mass : above.count)};
+    if (num_candidates < 0 && num_from_low - above.count <= kCandidates)
       num_candidates = collect(row, low, high, shared);
-#pragma unroll
-    for (int j = 0; j < kThresholds; ++j)
-      thresholds[j] = low + (span >> 3) * (j + 1) + ((span & 7) * (j + 1) >> 3);
-    measure<kMass>(row, thresholds, high, at_high, num_candidates, shared, found);
+    __syncthreads();
+    if (threadIdx.x == 0)
+      for (j = 0; j < kThresholds; ++j)
+        shared.thresholds[j] = low + (span >> 3) * (j + 1) + ((span & 7) * (j + 1) >> 3);
+    measure<kMass>(row, high, above, num_candidates, shared);
   }
 }
 
@@ -255,17 +257,17 @@ __device__ __forceinline__ int find_id(const Row& row, Cut cut, float min_weight
     for_each(row, part.begin, part.end, add);
     const u64 mass = warp_total(mine.mass);
     const unsigned count = warp_total(mine.count);
-    if (lane == 0) shared.mass[warp][0] = mass, shared.count[warp][0] = count;
+    if (lane == 0) shared.parts[warp][0] = {mass, count};
     __syncthreads();
     if (!knows_target) {
       Measure all{0, 0};
-      for (int w = 0; w < num_warps; ++w) all.mass += shared.mass[w][0], all.count += shared.count[w][0];
+      for (int w = 0; w < num_warps; ++w) all.mass += shared.parts[w][0].mass, all.count += shared.parts[w][0].count;
       const u64 total = sum(all);
       target = (total >> 24) * fraction + ((total & 0xffffff) * fraction >> 24);
       knows_target = true;
     }
     for (int w = 0; w < num_warps; ++w) {
-      const Measure next{before.mass + shared.mass[w][0], before.count + shared.count[w][0]};
+      const Measure next{before.mass + shared.parts[w][0].mass, before.count + shared.parts[w][0].count};
       if (sum(next) > target) {
         const Segment chosen = segment(begin, end, w, num_warps);
         begin = chosen.begin, end = chosen.end;

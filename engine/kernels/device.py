@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 Array = Any  # of the device: its shape, dtype, strides, reshape and slices are those of NumPy
 Argument = Array | np.generic | None
@@ -38,10 +39,26 @@ class Device(Protocol):
         """An array whose content is undefined."""
         ...
 
+    def to_device(self, array: NDArray[Any], out: Array) -> None:
+        """Copies a contiguous host array to one of the device, of the same shape and dtype."""
+        ...
+
+    def to_host(self, array: Array) -> NDArray[Any]:
+        """A copy on the host, when everything launched before has ended."""
+        ...
+
     def launch(
         self, instance: Instance, grid: Dims, block: Dims, arguments: Sequence[Argument], shared_bytes: int = 0
     ) -> None:
         """Starts a kernel on the current stream. Arrays are passed as the address of their first element."""
+        ...
+
+    def to_device(self, array: NDArray[Any], out: Array) -> None:
+        """Copies an array of the host over one of the device, of the same shape and type."""
+        ...
+
+    def to_host(self, array: Array) -> NDArray[Any]:
+        """A copy on the host; waits for what has been launched."""
         ...
 
     def matmul(self, x: Array, weight: Array, out: Array) -> None:

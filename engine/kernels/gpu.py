@@ -15,6 +15,7 @@ from typing import Any
 import cupy
 import numpy as np
 from cuda.bindings import driver
+from numpy.typing import NDArray
 
 from engine.errors import KernelError
 from engine.kernels.compile import arch_of, compile_kernel
@@ -115,12 +116,26 @@ class Gpu:
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         return cupy.empty(shape, dtype)
 
+    def to_device(self, array: NDArray[Any], out: Array) -> None:
+        out.set(array)
+
+    def to_host(self, array: Array) -> NDArray[Any]:
+        found: NDArray[Any] = cupy.asnumpy(array)
+        return found
+
     def launch(
         self, instance: Instance, grid: Dims, block: Dims, arguments: Sequence[Argument], shared_bytes: int = 0
     ) -> None:
         """Raises KernelError for a kernel that does not compile, or was never launched before seal()."""
         kernel = self._kernels.get(instance) or self._load(instance)
         kernel.launch(grid, block, arguments, shared_bytes)
+
+    def to_device(self, array: NDArray[Any], out: Array) -> None:
+        out.set(array, stream=cupy.cuda.get_current_stream())
+
+    def to_host(self, array: Array) -> NDArray[Any]:
+        copy: NDArray[Any] = array.get(stream=cupy.cuda.get_current_stream())
+        return copy
 
     def matmul(self, x: Array, weight: Array, out: Array) -> None:
         self._cublas.matmul(x, weight, out)

@@ -246,7 +246,11 @@ MUTANTS = {  # fault: the file, text found once in it, what replaces it
         "const int k = (row / kTokens)",
     ),
     "first split lost": ("linear_tiles", "for (int other = 0; other <", "for (int other = 1; other <"),
-    "added up by every split": ("linear_tiles", "if (*before < gridDim.z - 1) return;", ""),
+    "added up by the first split": (
+        "linear_tiles",
+        "if (*before < gridDim.z - 1) return;",
+        "if (*before > 0) return;",
+    ),
     "counter not brought back": (
         "linear_tiles",
         "atomicInc(counters + block, gridDim.z - 1)",
@@ -265,12 +269,11 @@ def test_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
     shutil.copytree(CUDA / "include", tmp_path / "include")
     (tmp_path / "host").symlink_to(CUDA / "host")
     (tmp_path / f"{stem}.cu").write_text(source.replace(text, replacement), "utf-8")
-    shapes = (Shape(5, 36, 1048, True), Shape(7, 23, 648, True))
     for order in ORDERS:
-        mutated = HostDevice(*order, folder=tmp_path)
-        for shape in shapes:
+        mutated = HostDevice(*order, sanitizer="address" if "behind" in fault else "", folder=tmp_path)
+        for choice in (SKINNY,) if stem == "linear" else (SPLIT, TILES):
             try:
-                seen = problems(mutated, SKINNY if stem == "linear" else SPLIT, shape, "bfloat16")
+                seen = problems(mutated, choice, Shape(5, 100, 1016, True), "bfloat16")
             except (KernelFault, AssertionError):
                 return
             if seen:

@@ -15,10 +15,9 @@
 //            to L2 while the kernel before runs
 #include "vec.cuh"
 
-constexpr int kStep = 64;        // numbers of a row in a step: 128 bytes
-constexpr int kPieces = 8;       // of 16 bytes in them
+constexpr int kStep = 64;      // numbers of a row in a step: 128 bytes
+constexpr int kPieces = 8;     // of 16 bytes in them
 constexpr int kRowBytes = 128;
-constexpr int kFirstLoads = 8;   // pieces of x that a thread reads at once before the first step
 
 // Piece p of row r of a tile lies at place p ^ (r % 8) of the row: the 8 rows that ldmatrix reads at once, and the 8
 // pieces of a row that are written at once, are in different banks.
@@ -66,44 +65,28 @@ __global__ void __launch_bounds__(32 * kTokenWarps * kRowWarps)
     }
   };
 
-  // The weights are there whatever the kernel before does; x is not. Its first steps are read at once and not by
-  // cp.async, whose groups end in order: the first step would wait for the weights of all others.
+  // The weights are there whatever the kernel before does; x is not.
 #pragma unroll
-  for (int stage = 0; stage < kStages - 1; ++stage) {
+  for (int stage = 0; stage < kStages - 1; ++stage)
     if (begin + stage < end) copy_weight(begin + stage);
-    cp_async_commit();
-  }
   for (int i = threadIdx.x; i < 4 * kRows * min(prefetch, end - begin - kStages + 1); i += kThreads) {
     const int row = min(first_row + i / 4 % kRows, out_features - 1), step = begin + kStages - 1 + i / (4 * kRows);
     prefetch_l2(weight + static_cast<index_t>(row) * in_features + min(step * kStep + i % 4 * 16, in_features - 8));
   }
   dependency_wait();
-  constexpr int kLines = (kStages - 1) * kTokens / kLineRows;  // of x in those steps
 #pragma unroll
-  for (int i = 0; i < kLines; i += kFirstLoads) {
-    uint4 loaded[kFirstLoads];
-#pragma unroll
-    for (int j = 0; j < kFirstLoads; ++j) {
-      const int row = (i + j) * kLineRows + line, token = first_token + row % kTokens;
-      const int k = (begin + row / kTokens) * kStep + 8 * piece;
-      const bool valid = i + j < kLines && token < num_tokens && k < in_features;
-      loaded[j] = valid ? load16(x + token * x_stride + k) : make_uint4(0, 0, 0, 0);
-    }
-#pragma unroll
-    for (int j = 0; j < kFirstLoads; ++j) {
-      const int row = (i + j) * kLineRows + line;
-      unsigned char* const stage = shared + (begin + row / kTokens) % kStages * kStageBytes + kRows * kRowBytes;
-      if (i + j < kLines) store16(stage + place(row % kTokens, piece), loaded[j]);
-    }
-  }
+  for (int stage = 0; stage < kStages - 1; ++stage)
+    if (begin + stage < end) copy_x(begin + stage);
+  cp_async_commit();
+  cp_async_wait<0>();
 
   float sums[kTokenTiles][kRowTiles][2][4] = {};  // 16 tokens by twice 8 rows
   const int warp_token = warp % kTokenWarps * 16 * kTokenTiles, warp_row = warp / kTokenWarps * 16 * kRowTiles;
   const int x_row = warp_token + lane % 16, x_piece = lane / 16;
   const int w_row = warp_row + lane % 8 + lane / 16 * 8, w_piece = lane / 8 % 2;
   for (int step = begin; step < end; ++step) {
-    cp_async_wait<kStages - 2>();
-    __syncthreads();  // this step has come for all threads, and the one before is used up
+    cp_async_wait<kStages - 2>();  // this step has come
+    __syncthreads();               // for all threads, and the one before is used up
     const int next = step + kStages - 1;
     if (next < end) {
       copy_weight(next);

@@ -228,7 +228,7 @@ MUTANTS = {  # fault: the file, text found once in it, what replaces it
         "if (bias != nullptr) sum = to_float(from_float<T>(sum)) +",
     ),
     "stage used before it has come": ("linear_tiles", "cp_async_wait<kStages - 2>", "cp_async_wait<kStages - 1>"),
-    "stage overwritten while in use": ("linear_tiles", "    __syncthreads();  // this", "    // this"),
+    "stage overwritten while in use": ("linear_tiles", "    __syncthreads();               // for", "    // for"),
     "stage of another step": (
         "linear_tiles",
         "const int next = step + kStages - 1;",
@@ -240,11 +240,8 @@ MUTANTS = {  # fault: the file, text found once in it, what replaces it
         "place(x_row + 16 * tile, k + x_piece)",
         "(x_row + 16 * tile) * 128 + (k + x_piece) * 16",
     ),
-    "x of the first split in all": (
-        "linear_tiles",
-        "const int k = (begin + row / kTokens)",
-        "const int k = (row / kTokens)",
-    ),
+    "x used before it has come": ("linear_tiles", "  cp_async_wait<0>();\n", ""),
+    "x of the first split in all": ("linear_tiles", "copy_x(begin + stage)", "copy_x(stage)"),
     "first split lost": ("linear_tiles", "for (int other = 0; other <", "for (int other = 1; other <"),
     "added up by the first split": (
         "linear_tiles",

@@ -21,11 +21,13 @@ from conformance.host_build import CUDA
 from conformance.host_device import HostDevice, Notes
 from conformance.memory import BorderedDevice, DeviceMemory, Memory, NumpyMemory, host_view
 from engine.checkpoint.starter import cache_dir
-from engine.cpu import sampling
-from engine.kernels.device import Instance
+from engine.kernels.device import Device, Instance
+from engine.kernels.sampling import ROW_THREADS, KernelSampling
 from engine.kernels.table import kernel_ops
 from engine.ops import OpTable, cpu_ops
 
+MAX_ROWS = 64  # of logits
+HOST_ROW_THREADS = 64  # of a block that owns a row of logits: fewer are quicker here, and see more rounds
 CPU_THREADS = 3  # more than one, so that matrix products are shared out, and odd, so that shares differ in size
 INCLUDE = re.compile(r'^#include "(\w+\.cuh)"', re.MULTILINE)
 
@@ -62,7 +64,7 @@ def host_machine(cases: Sequence[Case], **options: Any) -> Machine:
     host.build(kernels)
     device = BorderedDevice(host)
     memory = DeviceMemory(device, np.copy, np.copy, host_view, host.begin)
-    return Machine(kernel_ops(device, sampling), memory, {}, kernels)
+    return Machine(_ops(device, HOST_ROW_THREADS), memory, {}, kernels)
 
 
 def gpu_machine(cases: Sequence[Case]) -> Machine:
@@ -93,7 +95,11 @@ def gpu_machine(cases: Sequence[Case]) -> Machine:
         "cuda": str(cupy.cuda.runtime.runtimeGetVersion()),
         "cupy": cupy.__version__,
     }
-    return Machine(kernel_ops(device, sampling), DeviceMemory(device, cupy.asarray, to_host, view), about, kernels)
+    return Machine(_ops(device), DeviceMemory(device, cupy.asarray, to_host, view), about, kernels)
+
+
+def _ops(device: Device, row_threads: int = ROW_THREADS) -> OpTable:
+    return kernel_ops(device, KernelSampling(device, MAX_ROWS, row_threads))
 
 
 def _cupy() -> Any:
@@ -115,7 +121,7 @@ def kernels_of(cases: Sequence[Case], num_sms: int, max_shared_bytes: int) -> tu
     notes = Notes(num_sms, max_shared_bytes)
     device = BorderedDevice(notes)
     memory = DeviceMemory(device, np.copy, np.copy, host_view)
-    ops = kernel_ops(device, sampling)
+    ops = _ops(device)
     for case in cases:
         inputs = stored_inputs(case, 0)
         dtypes = {name: stored_dtype(case, name) for name, value in inputs.items() if is_floating(value)}

@@ -85,6 +85,12 @@ class BorderedDevice:
         self._fresh.append((whole, size * dtype.itemsize))
         return whole[border : border + size].reshape(shape)
 
+    def to_device(self, array: NDArray[Any], out: Array) -> None:
+        self._device.to_device(array, out)
+
+    def to_host(self, array: Array) -> NDArray[Any]:
+        return self._device.to_host(array)
+
     def launch(
         self, instance: Instance, grid: Dims, block: Dims, arguments: Sequence[Argument], shared_bytes: int = 0
     ) -> None:

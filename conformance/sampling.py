@@ -27,7 +27,13 @@ from ref.sampling import (
 
 Array = NDArray[Any]
 
-BORDER = 1e-5  # a draw this near to a border between two tokens may fall on either side in float32
+# A draw this near to a border between two tokens, as a share of the mass before it, may fall on either side. In float32
+# a weight e^−x has a relative error of at most (x + 1) · 2^-22 (x rounded as a difference, by the temperature and as a
+# product, then the exponential's last two bits), and a sum of them has the mean of that over its mass, at most
+# (ln vocab) · 2^-22; both sums of a share err, so 2 · 12 · 2^-22 = 6e-6. What only a sum in one running float32 would
+# lose does not fit in here.
+BORDER = 1e-5
+STORAGES = ("float32",)  # logits are nothing else
 NUM_ROWS = 12
 FILTERS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -82,6 +88,7 @@ def _sample(name: str, kind: str, vocab_size: int, filters: dict[str, Any], num_
         make_inputs=partial(_sample_inputs, **axes, filters=filters),
         reference=_sample_reference,
         candidate=_sample_candidate,
+        storages=STORAGES,
         disturb=partial(_disturb, outputs=("token_ids", "status")),
     )
 
@@ -90,45 +97,52 @@ def _sample_inputs(seed: int, num_rows: int, vocab_size: int, kind: str, filters
     rng = np.random.default_rng(seed)
     logits = _logits(rng, kind, num_rows, vocab_size)
     usual: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    inputs: Inputs = {"logits": guarded(logits, num_axes=1)}
+    rows: dict[str, Array] = {}  # of the host, whatever the target: a table, not inputs of their own
     for name, value in (usual | filters).items():
         dtype = np.int64 if name == "top_k" else np.float64
-        inputs[name] = np.resize(np.array(value, dtype), num_rows)
+        rows[name] = np.resize(np.array(value, dtype), num_rows)
     for name in ("position", "stream"):
-        inputs[name] = rng.integers(0, 2**40, num_rows)
-    seeds = np.zeros(num_rows, np.uint64)
+        rows[name] = rng.integers(0, 2**40, num_rows)
+    rows["seed"] = np.zeros(num_rows, np.uint64)
     unsettled = np.arange(num_rows)
     while len(unsettled):
-        seeds[unsettled] = rng.integers(0, 2**64, len(unsettled), np.uint64)
-        rows = {name: value[unsettled] for name, value in (inputs | {"seed": seeds}).items()}
-        unsettled = unsettled[~_is_settled(_with_uniforms(**rows))]
-    return {**inputs, "seed": seeds}
+        rows["seed"][unsettled] = rng.integers(0, 2**64, len(unsettled), np.uint64)
+        settled = _is_settled(logits[unsettled], {name: value[unsettled] for name, value in rows.items()})
+        unsettled = unsettled[~settled]
+    return {"logits": guarded(logits, num_axes=1), "filters": rows}
 
 
-def _with_uniforms(seed: Array, position: Array, stream: Array, **inputs: Array) -> Inputs:
-    """The arguments of ref.sample."""
-    return {**inputs, "uniforms": uniform(seed, position, stream)}
+def arguments_of_ref(logits: Array, filters: dict[str, Array]) -> dict[str, Array]:
+    """The arguments of ref.sample for those of an op table's sample_rows."""
+    rows = dict(filters)
+    return {"logits": logits, "uniforms": uniform(rows.pop("seed"), rows.pop("position"), rows.pop("stream")), **rows}
 
 
-def _sample_reference(**inputs: Array) -> Outputs:
-    token_ids = sample(**_with_uniforms(**inputs))
-    best = np.take_along_axis(inputs["logits"], token_ids[:, None].astype(np.int64), axis=1)[:, 0]
+def _sample_reference(logits: Array, filters: dict[str, Array], storage: str | None = None) -> Outputs:
+    token_ids = sample(**arguments_of_ref(logits, filters))
+    best = np.take_along_axis(logits, token_ids[:, None].astype(np.int64), axis=1)[:, 0]
     return {"token_ids": token_ids, "status": np.where(np.isfinite(best), SAMPLED, NOT_FINITE).astype(np.int32)}
 
 
-def _sample_candidate(ops: OpTable, **inputs: Array) -> Outputs:
-    token_ids, status = ops.sampling.to_host(ops.sampling.sample_rows(**inputs))
+def _sample_candidate(ops: OpTable, logits: Array, filters: dict[str, Array]) -> Outputs:
+    token_ids, status = ops.sampling.to_host(ops.sampling.sample_rows(logits, **filters))
     return {"token_ids": token_ids, "status": status}
 
 
-def _is_settled(rows: Inputs) -> NDArray[np.bool_]:
+def _is_settled(logits: Array, filters: dict[str, Array]) -> NDArray[np.bool_]:
     """Rows whose token stays the same if what decides it goes a little to either side. [num_rows]"""
-    exact = {name: value.astype(np.float64) for name, value in rows.items()}
-    tokens = []
-    for p, m, u in itertools.product(*(_sides(exact[name]) for name in ("top_p", "min_p", "uniforms"))):
-        tokens.append(sample(**exact | {"top_p": p, "min_p": m, "uniforms": np.clip(u, 0, 1 - 2**-24)}))
-    settled: NDArray[np.bool_] = np.all(np.stack(tokens) == tokens[0], axis=0)
+    tokens = tokens_near(logits, filters)
+    settled: NDArray[np.bool_] = np.all(tokens == tokens[0], axis=0)
     return settled
+
+
+def tokens_near(logits: Array, filters: dict[str, Array]) -> NDArray[np.int32]:
+    """What ref draws in float64 with top_p, min_p and the uniform BORDER lower and higher. [num_ways, num_rows]"""
+    exact = {name: value.astype(np.float64) for name, value in arguments_of_ref(logits, filters).items()}
+    ways = itertools.product(*(_sides(exact[name]) for name in ("top_p", "min_p", "uniforms")))
+    return np.stack(
+        [sample(**exact | {"top_p": p, "min_p": m, "uniforms": np.clip(u, 0, 1 - 2**-24)}) for p, m, u in ways]
+    )
 
 
 def _sides(values: Array) -> tuple[Array, ...]:
@@ -147,8 +161,13 @@ def _logprobs(k: int, kind: str) -> Case:
         name=f"logprobs-{k}-{kind}",
         axes={**axes, "k": k},
         make_inputs=lambda seed: _row_inputs(seed, **axes) | {"k": k},
-        reference=lambda **inputs: _logprob_outputs(*token_logprobs(**inputs)),
-        candidate=lambda ops, **inputs: _logprob_outputs(*ops.sampling.token_logprobs(**inputs)),
+        reference=lambda logits, token_ids, k, storage=None: _logprob_outputs(
+            *token_logprobs(logits, token_ids["own"], k)
+        ),
+        candidate=lambda ops, logits, token_ids, k: _logprob_outputs(
+            *ops.sampling.token_logprobs(logits, token_ids["own"], k)
+        ),
+        storages=STORAGES,
         disturb=partial(_disturb, outputs=("own", "top_ids", "top")),
     )
 
@@ -156,7 +175,7 @@ def _logprobs(k: int, kind: str) -> Case:
 def _row_inputs(seed: int, num_rows: int, vocab_size: int, kind: str) -> Inputs:
     logits = _logits(np.random.default_rng(seed), kind, num_rows, vocab_size)
     token_ids = (np.arange(num_rows, dtype=np.int32) * 31) % vocab_size
-    return {"logits": guarded(logits, num_axes=1), "token_ids": token_ids}
+    return {"logits": guarded(logits, num_axes=1), "token_ids": {"own": token_ids}}  # a table: it is of the host
 
 
 def _logprob_outputs(own: Array, top_ids: Array, top: Array) -> Outputs:
@@ -195,8 +214,11 @@ def _penalties(
         name=name,
         axes={**axes, **factors},
         make_inputs=lambda seed: _penalty_inputs(seed, **axes) | factors,
-        reference=lambda logits, **inputs: {"logits": apply_penalties(logits[0], **inputs)[None]},
+        reference=lambda logits, text, storage=None, **factors: {
+            "logits": apply_penalties(logits[0], **text, **factors)[None]
+        },
         candidate=_penalty_candidate,
+        storages=STORAGES,
         changes=("logits",),
     )
 
@@ -206,14 +228,13 @@ def _penalty_inputs(seed: int, num_prompt: int, num_output: int, vocab_size: int
     prompt_ids, output_ids = (rng.integers(0, vocab_size, n) for n in (num_prompt, num_output))
     return {
         "logits": guarded(_logits(rng, "banned" if num_prompt == 9 else "spread", 1, vocab_size), num_axes=1),
-        "prompt_ids": prompt_ids,
-        "output_ids": output_ids,
+        "text": {"prompt_ids": prompt_ids, "output_ids": output_ids},
     }
 
 
-def _penalty_candidate(ops: OpTable, logits: Array, prompt_ids: Array, output_ids: Array, **factors: Any) -> Outputs:
-    sampling = replace(SamplingParams(), **factors)
-    one = SlotEdits(sampling, prompt_ids.tolist(), output_ids.tolist(), (), logits.shape[1])
+def _penalty_candidate(ops: OpTable, logits: Array, text: dict[str, Array], **factors: Any) -> Outputs:
+    prompt_ids, output_ids = text["prompt_ids"].tolist(), text["output_ids"].tolist()
+    one = SlotEdits(replace(SamplingParams(), **factors), prompt_ids, output_ids, (), logits.shape[1])
     ops.sampling.edit_logits(logits, pack_edits([0], [one], np.array([len(output_ids)]), [False]))
     return {"logits": logits}
 
@@ -243,11 +264,12 @@ def _edits(kind: str) -> Case:
         },
         reference=_edit_reference,
         candidate=_edit_candidate,
+        storages=STORAGES,
         changes=("logits",),
     )
 
 
-def _edit_reference(logits: Array) -> Outputs:
+def _edit_reference(logits: Array, storage: str | None = None) -> Outputs:
     edited, reasons = logits.copy(), np.full(len(logits), NOT_FINITE, np.int32)
     for row, sampling in EDITED.items():
         if np.isfinite(logits[row].max()):

@@ -128,6 +128,7 @@ def _assemble(
     sampling = backend.ops.sampling
     sampler = Sampler(model.config.vocab_size, limits.max_num_seqs, sampling)
     runner = ModelRunner(model, forward, cache, rope, sampler, sampling)
+    backend.warm_up(runner)
     shares = config.enable_prefix_caching and not soft_prompt_ids  # read both ways, a prompt's keys depend on its end
     blocks = BlockManager(memory.num_blocks, config.block_size, shares)
     scheduler = Scheduler(blocks, limits.max_num_seqs, limits.max_num_batched_tokens, num_rows)

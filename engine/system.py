@@ -6,6 +6,12 @@ import os
 from pathlib import Path
 
 
+def cache_dir() -> Path:
+    """Where what was fetched or compiled is kept: $XDG_CACHE_HOME/glint, or ~/.cache/glint."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "glint"
+
+
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

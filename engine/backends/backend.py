@@ -13,6 +13,7 @@ from engine.memory import MemoryPlan
 from engine.models.model import Model
 from engine.ops import OpTable
 from engine.rope_table import RopeTable
+from engine.runner import ModelRunner
 from engine.weights import WeightMap, Weights
 
 
@@ -40,5 +41,9 @@ class Backend(Protocol):
     def make_forward(
         self, limits: StepLimits, model: Model, comm: OneRank, cache: KVCache, rope: RopeTable, num_positions: int
     ) -> Forward:
-        """Ready to be served with: nothing is compiled or captured after this."""
+        """Computes steps on this machine."""
+        ...
+
+    def warm_up(self, runner: ModelRunner) -> None:
+        """Everything that only a first step needs is done here, before anybody waits for it."""
         ...

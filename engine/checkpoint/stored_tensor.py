@@ -62,14 +62,15 @@ def read_into(tensor: StoredTensor, out: Floats) -> None:
     Raises:
         CheckpointError: the file is no longer what it was when its header was read.
     """
-    raw = _map(tensor)
+    raw = map_bytes(tensor)
     if tensor.n_interleaved_heads:
         raw = _in_rotary_order(raw, tensor)
     with np.errstate(over="ignore", invalid="ignore"):  # a weight may be infinite; the model's checks report it
         DECODERS[tensor.dtype](raw, out)
 
 
-def _map(tensor: StoredTensor) -> Bytes:
+def map_bytes(tensor: StoredTensor) -> Bytes:
+    """The tensor's bytes as they are in the file, mapped. Raises CheckpointError where the file has changed."""
     if not tensor.num_bytes:
         return np.empty(0, np.uint8)
     try:

@@ -53,14 +53,6 @@ class Device(Protocol):
         """Starts a kernel on the current stream. Arrays are passed as the address of their first element."""
         ...
 
-    def to_device(self, array: NDArray[Any], out: Array) -> None:
-        """Copies an array of the host over one of the device, of the same shape and type."""
-        ...
-
-    def to_host(self, array: Array) -> NDArray[Any]:
-        """A copy on the host; waits for what has been launched."""
-        ...
-
     def matmul(self, x: Array, weight: Array, out: Array) -> None:
         """out [m, n] = x [m, k] · weightᵀ of [n, k], all of one 16-bit type or out float32; the vendor's library."""
         ...

@@ -52,7 +52,7 @@ class GpuForward:
         table_width: int,
     ) -> None:
         self._model, self._comm, self._cache, self._rope, self._gpu = model, comm, cache, rope, gpu
-        self._max_num_seqs, self._table_width = max_num_seqs, table_width
+        self._max_num_tokens, self._table_width = max_num_tokens, table_width
         norms: list[Norm] = [piece.norm for piece in model.pieces] + [model.final_norm]
         self._first_norm, self._next_norms = norms[0], norms[1:]
         self._rope_table = cupy.asarray(rope.table)
@@ -78,6 +78,28 @@ class GpuForward:
                 graph.upload(stream)
                 self._graphs[size] = (graph, hidden)
         stream.synchronize()
+
+    def try_largest(self) -> Array:
+        """Hidden states of the largest prompt step there can be, of a sequence that has no block: takes the memory."""
+        size = self._max_num_tokens
+        zeros = np.zeros(1, np.int32)
+        batch = ForwardBatch(
+            token_ids=np.zeros(size, np.int32),
+            positions=np.zeros(size, np.int32),
+            cu_seqlens_q=np.array([0, size], np.int32),
+            seq_lens=zeros,
+            slot_mapping=np.full(size, -1, np.int32),
+            block_table=np.full((1, 1), -1, np.int32),
+            logits_indices=zeros,
+            rope_cos_sin=NO_ROWS,
+            two_way_lens=zeros,
+            num_decodes=0,
+        )
+        return self._run(self._upload(batch, None))
+
+    def rows(self, hidden: Array, indices: Int32) -> Array:
+        """Gathers rows of the hidden states."""
+        return embedding(cupy.asarray(indices), hidden, device=self._gpu)
 
     def batch(self, plan: StepPlan) -> ForwardBatch:
         """The arrays of a step, on the GPU; of a decoding step padded to the size of a graph."""
@@ -123,9 +145,7 @@ class GpuForward:
             room[tuple(slice(0, n) for n in value.shape)] = value
             placed[name] = self._device[at : at + count].reshape(shape)
             at += count
-        self._device[:at].data.copy_from_host_async(
-            self._host.ctypes.data, 4 * at, cupy.cuda.get_current_stream()
-        )
+        self._device[:at].data.copy_from_host_async(self._host.ctypes.data, 4 * at, cupy.cuda.get_current_stream())
         if batch.rope_cos_sin.size:
             cos_sin = cupy.asarray(batch.rope_cos_sin)
         else:

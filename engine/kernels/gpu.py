@@ -130,13 +130,6 @@ class Gpu:
         kernel = self._kernels.get(instance) or self._load(instance)
         kernel.launch(grid, block, arguments, shared_bytes)
 
-    def to_device(self, array: NDArray[Any], out: Array) -> None:
-        out.set(array, stream=cupy.cuda.get_current_stream())
-
-    def to_host(self, array: Array) -> NDArray[Any]:
-        copy: NDArray[Any] = array.get(stream=cupy.cuda.get_current_stream())
-        return copy
-
     def matmul(self, x: Array, weight: Array, out: Array) -> None:
         self._cublas.matmul(x, weight, out)
 

@@ -1,0 +1,76 @@
+"""Weights in a GPU's memory: tensors come up through two pinned buffers, one filled while the other is copied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+import numpy as np
+
+from engine.checkpoint.stored_tensor import StoredTensor, map_bytes, read_into
+
+Array = Any
+
+STAGING_BYTES = 64 << 20
+AS_STORED = {"BF16": "bfloat16", "F16": "float16"}  # types of files whose bytes need no conversion
+
+
+class GpuStore:
+    """bfloat16 or float16 on the current GPU; see engine.checkpoint.store.Store."""
+
+    itemsize = 2
+
+    def __init__(self, dtype: Any) -> None:
+        self._dtype = np.dtype(dtype)
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._staging: list[Any] = []
+        self._free = [cupy.cuda.Event(), cupy.cuda.Event()]
+        self._turn = 0
+
+    def empty(self, shape: tuple[int, ...]) -> Array:
+        try:
+            return cupy.empty(shape, self._dtype)
+        except cupy.cuda.memory.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
+
+    def read(self, tensor: StoredTensor, target: Array) -> None:
+        if not target.flags.c_contiguous:
+            whole = self.empty(target.shape)
+            self.read(tensor, whole)
+            target[...] = whole
+            return
+        if AS_STORED.get(tensor.dtype) == self._dtype.name and not tensor.n_interleaved_heads:
+            self._copy(map_bytes(tensor), target)
+            return
+        decoded = np.empty(target.shape, np.float32)
+        read_into(tensor, decoded)
+        with np.errstate(over="ignore"):  # past float16's range: infinite, reported by the model's checks
+            self._copy(decoded.astype(self._dtype).reshape(-1).view(np.uint8), target)
+
+    def fill_normally(self, array: Array, seed: tuple[int, int], std: float) -> None:
+        generator = cupy.random.default_rng(seed[0] << 32 | seed[1])
+        flat = array.reshape(-1)
+        step = STAGING_BYTES // 4
+        for first in range(0, flat.size, step):
+            part = flat[first : first + step]
+            part[...] = generator.standard_normal(part.size, dtype=np.float32) * np.float32(std)
+
+    def _copy(self, raw: np.ndarray[Any, np.dtype[np.uint8]], target: Array) -> None:
+        if not self._staging:
+            self._staging = [
+                np.frombuffer(cupy.cuda.alloc_pinned_memory(STAGING_BYTES), np.uint8, STAGING_BYTES) for _ in range(2)
+            ]
+        for first in range(0, raw.size, STAGING_BYTES):
+            part = raw[first : first + STAGING_BYTES]
+            staging, free = self._staging[self._turn], self._free[self._turn]
+            self._turn = 1 - self._turn
+            free.synchronize()
+            staging[: part.size] = part
+            place = cupy.cuda.MemoryPointer(target.data.mem, target.data.ptr - target.data.mem.ptr + first)
+            place.copy_from_host_async(staging.ctypes.data, part.size, self._stream)
+            free.record(self._stream)
+
+    def finish(self) -> None:
+        """Waits until everything has arrived."""
+        self._stream.synchronize()
+        self._staging = []

@@ -5,7 +5,6 @@
 //   textures, surfaces                                no kernel of the tree reads through them
 //   __activemask                                      its answer depends on how the hardware happens to diverge
 //   cooperative grid barriers                         blocks run one after another here
-//   printf from a kernel                              is the C library's here, and works
 #pragma once
 
 #include <ctime>

@@ -178,6 +178,7 @@ MUTANTS = (
             "  float low[kWidth<T>] = {}, high[kWidth<T>] = {};\n  if (has_head) {",
             "  float low[kWidth<T>] = {}, high[kWidth<T>] = {};\n  if (!has_head) return;\n  {",
         ),
+        ("slot of 32 bits", "const index_t slot = slot_mapping[t];", "const int slot = slot_mapping[t];"),
         ("sum over all heads of the warp", "warp_sum<kLanes>(squares)", "warp_sum<32>(squares)"),
         ("last pair turned", "if (number >= half) continue;", "if (number >= half - 1) continue;"),
         (

@@ -1,36 +1,36 @@
-"""Every kernel against its ref function, in every order of threads that the shim has, and under the sanitizers."""
+"""The kernels where the cases of conformance (tests/conformance/test_kernel_cases.py) do not look."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.cuda.cases import Case, cases
-from tests.cuda.launchers import NAMES, Kernels
+from conformance.case import Case
+from conformance.check import check
+from conformance.host_device import ORDERS, HostDevice
+from conformance.machines import host_machine
+from conformance.suite import cases
+from engine.cpu import sampling
+from engine.kernels.table import kernel_ops
+from tests.cuda.edges import EDGES
 
-STEMS = tuple(NAMES)
-ORDERS: tuple[dict[str, Any], ...] = (
-    {"schedule": "in_step"},
-    {"schedule": "greedy"},
-    *({"schedule": "random", "seed": seed} for seed in range(2)),
-)
-
-
-@pytest.mark.parametrize("case", [case for stem in STEMS for case in cases(stem)], ids=str)
-def test_case(case: Case) -> None:
-    for how in ORDERS:
-        assert case.check(Kernels(case.stem, how=how)) == [], how
+SHARP = ("odd", "wider-than-a-block", "one-short-of-16-bytes", "gqa", "dim80", "padding")  # ends that are easy to miss
+STEMS = ("rmsnorm", "layernorm", "activation", "embedding", "rope")
 
 
-WATCHED = {  # by stem: kernels that are built for a sanitizer, and words of the cases that need no others
-    "rmsnorm": (r"<bf16, [12]>", ("odd", "rounds")),
-    "layernorm": (r"<bf16, [12]>", ("odd", "rounds")),
-    "activation": (r"<bf16, kGelu>", ("gelu-odd", "gelu-one-short")),
-    "embedding": (r"<bf16>", ("odd", "rounds")),
-    "rope": (r"<bf16, (true|false), 4>", ("odd-partial", "gqa")),
-}
+def cases_of(stem: str) -> list[Case]:
+    """Those in bfloat16."""
+    return [
+        case for case in cases("host") if case.stem == stem and case.storage == "bfloat16" and "host" not in case.skip
+    ]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("edge", [edge for edges in EDGES.values() for edge in edges], ids=lambda edge: edge.__name__)
+def test_edge(edge: Callable[[Any], list[str]], order: tuple[str, int]) -> None:
+    assert edge(kernel_ops(HostDevice(*order), sampling)) == []
 
 
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
@@ -40,8 +40,9 @@ def test_under_a_sanitizer(stem: str, sanitizer: str) -> None:
 
     thread is slow to start, so it sees two cases.
     """
-    pattern, words = WATCHED[stem]
-    names = tuple(name for name in NAMES[stem] if re.search(pattern, name))
-    watched = [case for case in cases(stem) if case.storage == "bfloat16" and any(w in case.name for w in words)]
-    for case in watched if sanitizer == "address" else watched[:2]:
-        assert case.check(Kernels(stem, names=names, sanitizer=sanitizer)) == []
+    sharp = [case for case in cases_of(stem) if any(word in case.name for word in SHARP)]
+    sharp = sharp if sanitizer == "address" else [sharp[0], sharp[-1]]
+    machine = host_machine(sharp, sanitizer=sanitizer)
+    for case in sharp:
+        result = check(case, machine.ops, memory=machine.memory, repeats=False)
+        assert not result.problems, f"{case.name}: {result.problems}"

@@ -14,12 +14,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from conformance.check import check
 from conformance.host import KernelFault, Library
 from conformance.host_build import CUDA
-from tests.cuda.cases import cases
-from tests.cuda.launchers import NAMES, Kernels
+from conformance.host_device import ORDERS
+from conformance.machines import host_machine
+from tests.cuda.edges import EDGES
 from tests.cuda.mutants import GEMM, MUTANTS, Mutant
-from tests.cuda.test_kernels import ORDERS
+from tests.cuda.test_kernels import STEMS, cases_of
 from tests.cuda.test_shim import KERNELS
 
 
@@ -39,18 +41,19 @@ def planted(text: str, old: str, new: str) -> str:
 
 
 def finding(stem: str, folder: Path) -> str:
-    """The first case in bfloat16 that a copy of cuda/ fails, and how; "" if it passes all."""
-    names = tuple(name for name in NAMES[stem] if "bf16" in name and ", 3>" not in name)
-    for how in ORDERS:
-        for case in cases(stem):
-            if case.storage != "bfloat16":
-                continue
-            try:
-                found = case.check(Kernels(stem, folder, names, how))
-            except KernelFault as fault:
-                found = [str(fault)]
-            if found:
-                return f"{case} {how}: {found[0]}"
+    """The first case or edge that a copy of cuda/ fails, and how; "" if it passes all."""
+    machine = host_machine(cases_of(stem), folder=folder)
+    for case in cases_of(stem):
+        problems = check(case, machine.ops, memory=machine.memory).problems
+        if problems:
+            return f"{case.name}: {problems[0]}"
+    for edge in EDGES.get(stem, ()):
+        try:
+            problems = tuple(edge(machine.ops))
+        except KernelFault as fault:
+            problems = (str(fault),)
+        if problems:
+            return f"{edge.__name__}: {problems[0]}"
     return ""
 
 
@@ -66,7 +69,7 @@ def test_a_planted_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
     assert isolated(finding, mutant.stem, copy), "all cases pass"
 
 
-@pytest.mark.parametrize("stem", NAMES)
+@pytest.mark.parametrize("stem", STEMS)
 def test_nothing_is_found_in_a_true_copy(stem: str, tmp_path: Path) -> None:
     assert finding(stem, copy_of_cuda(tmp_path)) == ""
 
@@ -76,16 +79,18 @@ def wrong_product(source: Path) -> str:
     library = Library(source, ["gemm<bf16>"])
     rng = np.random.default_rng(2)
     a, b = (rng.standard_normal((n, 160)).astype(ml_dtypes.bfloat16) for n in (70, 67))
-    for how in ORDERS:
+    for schedule, seed in ORDERS:
         whole = np.full((72, 67), -7.0, np.float32)
         whole[1:71] = np.nan
         try:
-            library.launch("gemm<bf16>", (2, 2), (128,), [a, b, whole[1:71], *map(np.int32, (70, 67, 160))], **how)
+            library.launch(
+                "gemm<bf16>", (2, 2), (128,), [a, b, whole[1:71], *map(np.int32, (70, 67, 160))], 0, schedule, seed
+            )
         except KernelFault as fault:
             return str(fault)
         expected = a.astype(np.float64) @ b.astype(np.float64).T
         if not (np.abs(whole[1:71] - expected) < 1e-3).all() or not (whole[[0, 71]] == -7).all():
-            return f"wrong numbers {how}"
+            return f"wrong numbers, {schedule} {seed}"
     return ""
 
 

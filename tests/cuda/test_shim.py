@@ -11,8 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from conformance.host import Library
+from conformance.host_device import ORDERS
 from ref.numerics import bf16_bits
-from tests.cuda.test_kernels import ORDERS
 
 KERNELS = Path(__file__).parent / "kernels"
 MMA = {  # C++ types of the operands and of the sum, depth, by dtype
@@ -33,9 +33,10 @@ def library() -> Library:
     return Library(KERNELS / "shim.cu", names)
 
 
-@pytest.fixture(params=ORDERS, ids=lambda how: f"{how['schedule']}{how.get('seed', '')}")
+@pytest.fixture(params=ORDERS, ids=lambda order: f"{order[0]}{order[1]}")
 def how(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return request.param
+    schedule, seed = request.param
+    return {"schedule": schedule, "seed": seed}
 
 
 def test_shuffles(library: Library, how: dict[str, Any]) -> None:
@@ -158,10 +159,12 @@ def test_a_poll_lets_others_run(library: Library, how: dict[str, Any]) -> None:
     assert flag[0] == 1
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_tensor_cores_and_copies_together(num_threads: int, how: dict[str, Any]) -> None:
-    """A matrix product in two stages, with tiles that stick out; the same bits on any number of OS threads."""
-    library = Library(KERNELS / "gemm.cu", ["gemm<bf16>"], num_threads=num_threads)
+@pytest.mark.parametrize(
+    "built", [{}, {"num_threads": 3}, {"defines": ["HOST_UCONTEXT"]}], ids=["one", "three-os-threads", "any-processor"]
+)
+def test_tensor_cores_and_copies_together(built: dict[str, Any], how: dict[str, Any]) -> None:
+    """A matrix product in two stages, with tiles that stick out; HOST_UCONTEXT is how fibers switch off x86-64."""
+    library = Library(KERNELS / "gemm.cu", ["gemm<bf16>"], **built)
     rng = np.random.default_rng(2)
     a, b = (rng.standard_normal((n, 96)).astype(ml_dtypes.bfloat16) for n in (130, 67))
     c = np.full((130, 67), np.nan, np.float32)

@@ -17,13 +17,13 @@ from conformance.compare import compare
 from conformance.host import MAX_SHARED_BYTES, KernelFault
 from conformance.host_build import CUDA
 from conformance.host_device import HostDevice, Notes
+from conformance.memory import DTYPES
 from conformance.tolerance import RULE
 from engine.errors import KernelError
 from engine.kernels.linear import CHOICES, MIN_STAGES, Skinny, Tiles, choose, launch, linear, logits
 from engine.weights import LinearWeight
 from ref.linear import linear as ref_linear
 from ref.numerics import round_to
-from tests.cuda.judge import STORAGES
 
 Array = NDArray[Any]
 Choice = Skinny | Tiles
@@ -77,7 +77,7 @@ def integers(shape: Shape, storage: str) -> dict[str, Any]:
 
 def _inputs(shape: Shape, storage: str, make: Callable[..., Array]) -> dict[str, Any]:
     """x is a part of longer rows of NaN."""
-    rows = np.full((shape.num_tokens, shape.in_features + 16), np.nan, STORAGES[storage])
+    rows = np.full((shape.num_tokens, shape.in_features + 16), np.nan, DTYPES[storage])
     x = rows[:, 8:-8]
     x[...] = make(*x.shape)
     weight = make(shape.out_features, shape.in_features).astype(x.dtype)

@@ -5,20 +5,8 @@
 // T: bf16, fp16, float. kActivation: kSilu, kGelu (by erfc), kGeluTanh, kRelu.
 // float32; no sum; y is rounded once, nothing before it.
 // The launcher: grid = (num_rows, ⌈size / (threads · kWidth<T>)⌉), any block.
+#include "activation.cuh"
 #include "vec.cuh"
-
-enum Activation { kSilu, kGelu, kGeluTanh, kRelu };
-
-template <Activation kActivation>
-__device__ __forceinline__ float activation(float x) {
-  if constexpr (kActivation == kSilu) return x / (1.0f + expf(-x));
-  if constexpr (kActivation == kGelu) return 0.5f * x * erfcf(-0.70710678f * x);
-  if constexpr (kActivation == kGeluTanh) {  // (1 + tanh(z)) / 2 = 1 / (1 + exp(−2z)), which cancels nowhere
-    const float z = 0.79788456f * (x + 0.044715f * x * x * x);
-    return x / (1.0f + expf(-2.0f * z));
-  }
-  return x < 0.0f ? 0.0f : x;  // NaN stays NaN
-}
 
 template <typename T>
 __device__ __forceinline__ int piece() {

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from engine.errors import KernelError
+from engine.kernels.activation import FUNCTIONS, gate_up_act
 from engine.kernels.check import ceil_div, require, stride, type_name
 from engine.kernels.device import Device, Instance
 from engine.weights import LinearWeight
@@ -97,7 +99,7 @@ def _linear(kernel: str, x: Array, weight: LinearWeight, dtype: Any, device: Dev
     y = device.empty((x.shape[0], weight.out_features), dtype)
     if not y.size:
         return y
-    choice = choose(x.shape[0], weight.out_features, device) if _is_ours(x) else None
+    choice = choose(x, weight.out_features, device)
     if choice is None:
         device.matmul(x, stored, y)
         if weight.bias is not None:
@@ -107,10 +109,34 @@ def _linear(kernel: str, x: Array, weight: LinearWeight, dtype: Any, device: Dev
     return y
 
 
-def choose(num_tokens: int, out_features: int, device: Device) -> Choice:
-    """The line of CHOICES, with as many stages as this GPU's blocks have shared memory for."""
+def linear_gate_up_act(x: Array, weight: LinearWeight, activation: str = "silu", *, device: Device) -> Array:
+    """gate_up_act(linear(x, weight), activation) to the bit, in one kernel where there are few tokens.
+
+    x [num_tokens, in_features], weight [2 · size, in_features] with the rows of gates first → [num_tokens, size].
+    """
+    kernel = "linear_gate_up_act"
+    stored = weight.tensors["weight"]
+    require(kernel, "x", x, (None, weight.in_features), stored.dtype)
+    choice = choose(x, weight.out_features, device)
+    if choice is None:
+        return gate_up_act(linear(x, weight, device=device), activation, device=device)
+    if activation not in FUNCTIONS:
+        raise KernelError(f"{kernel}: the activation {activation!r} has no kernel; there are {', '.join(FUNCTIONS)}")
+    y = device.empty((x.shape[0], weight.out_features // 2), x.dtype)
+    if y.size:
+        launch(choice, x, stored, weight.bias, y, device, FUNCTIONS[activation])
+    return y
+
+
+def choose(x: Array, out_features: int, device: Device) -> Choice:
+    """The line of CHOICES, with as many stages as this GPU's blocks have shared memory for.
+
+    None too for what our kernels cannot read: float32, or rows of x that are not all at multiples of 16 bytes.
+    """
+    if x.dtype.name == "float32" or x.shape[1] % 8 or int(stride(x)) % 8:
+        return None
     for most_tokens, most_rows, choice in CHOICES:
-        if num_tokens <= most_tokens and out_features <= most_rows * device.num_sms:
+        if x.shape[0] <= most_tokens and out_features <= most_rows * device.num_sms:
             return fitting(choice, device.max_shared_bytes) if isinstance(choice, Tiles) else choice
     return None
 
@@ -123,9 +149,20 @@ def fitting(tiles: Tiles, max_shared_bytes: int) -> Tiles:
     return replace(tiles, stages=min(tiles.stages, stages))
 
 
-def launch(choice: Skinny | Tiles, x: Array, weight: Array, bias: Array | None, y: Array, device: Device) -> None:
-    """Starts one of our kernels: arrays of one 16-bit type, x in rows at multiples of 16 bytes; y may be float32."""
-    types = f"{type_name('linear', 'x', x)}, {type_name('linear', 'y', y)}"
+def launch(
+    choice: Skinny | Tiles,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    y: Array,
+    device: Device,
+    activation: str = "kNone",
+) -> None:
+    """Starts one of our kernels: arrays of one 16-bit type, x in rows at multiples of 16 bytes; y may be float32.
+
+    activation: of the gate that is the first half of the rows; kNone if there is none.
+    """
+    types = f"{type_name('linear', 'x', x)}, {type_name('linear', 'y', y)}, {activation}"
     num_tokens, (out_features, in_features) = x.shape[0], weight.shape
     sizes = (*map(np.int32, (num_tokens, out_features, in_features)), stride(x), np.int32(choice.prefetch))
     if isinstance(choice, Skinny):
@@ -154,8 +191,3 @@ def launch(choice: Skinny | Tiles, x: Array, weight: Array, bias: Array | None, 
         [x, weight, bias, y, partials, device.counters if splits > 1 else None, *sizes],
         shared_bytes=choice.shared_bytes,
     )
-
-
-def _is_ours(x: Array) -> bool:
-    """Whether the kernels can read x: 16-bit numbers, every row at a multiple of 16 bytes."""
-    return x.dtype.name != "float32" and x.shape[1] % 8 == 0 and int(stride(x)) % 8 == 0

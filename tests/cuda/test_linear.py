@@ -20,7 +20,18 @@ from conformance.host_device import HostDevice, Notes
 from conformance.memory import DTYPES
 from conformance.tolerance import RULE
 from engine.errors import KernelError
-from engine.kernels.linear import CHOICES, MIN_STAGES, Skinny, Tiles, choose, launch, linear, logits
+from engine.kernels.activation import gate_up_act
+from engine.kernels.linear import (
+    CHOICES,
+    MIN_STAGES,
+    Skinny,
+    Tiles,
+    choose,
+    launch,
+    linear,
+    linear_gate_up_act,
+    logits,
+)
 from engine.weights import LinearWeight
 from ref.linear import linear as ref_linear
 from ref.numerics import round_to
@@ -77,7 +88,8 @@ def integers(shape: Shape, storage: str) -> dict[str, Any]:
 
 def _inputs(shape: Shape, storage: str, make: Callable[..., Array]) -> dict[str, Any]:
     """x is a part of longer rows of NaN."""
-    rows = np.full((shape.num_tokens, shape.in_features + 16), np.nan, DTYPES[storage])
+    dtype: Any = DTYPES[storage]
+    rows = np.full((shape.num_tokens, shape.in_features + 16), np.nan, dtype)
     x = rows[:, 8:-8]
     x[...] = make(*x.shape)
     weight = make(shape.out_features, shape.in_features).astype(x.dtype)
@@ -143,7 +155,7 @@ def test_nothing_outside_is_touched(choice: Choice) -> None:
 def test_choices_fit_the_smallest_gpus(num_tokens: int, out_features: int) -> None:
     """KRN: what is chosen for a block with 99 KiB of shared memory keeps to it, and takes all tokens."""
     on = Notes(num_sms=84, max_shared_bytes=MAX_SHARED_BYTES)
-    choice = choose(num_tokens, out_features, on)
+    choice = choose(np.empty((num_tokens, 64), DTYPES["bfloat16"]), out_features, on)
     if isinstance(choice, Tiles):
         assert choice.shared_bytes <= MAX_SHARED_BYTES
         assert choice.stages >= MIN_STAGES
@@ -192,6 +204,37 @@ def test_what_the_kernels_cannot_read_goes_to_the_library(shape: Shape, storage:
 def test_no_tokens() -> None:
     x, weight = weight_of(Shape(1, 24, 40), "bfloat16")
     assert linear(x[:0], weight, device=device()).shape == (0, 24)
+    assert linear_gate_up_act(x[:0], weight, device=device()).shape == (0, 12)
+
+
+GATED = {  # 8 · an odd number of features, and none of 8
+    "skinny": (SKINNY, Shape(5, 2 * 40, 104, bias=True), "kSilu"),
+    "wide-skinny": (WIDE_SKINNY, Shape(7, 2 * 27, 264), "kGeluTanh"),
+    "tiles": (TILES, Shape(17, 2 * 29, 72, bias=True), "kSilu"),
+    "split": (SPLIT, Shape(6, 2 * 24, 712), "kSilu"),
+}
+
+
+@pytest.mark.parametrize(("choice", "shape", "activation"), GATED.values(), ids=GATED)
+def test_gated_is_linear_and_then_the_activation(choice: Choice, shape: Shape, activation: str) -> None:
+    given = normal(shape, "bfloat16")
+    names = {"kSilu": "silu", "kGeluTanh": "gelu_new"}
+    expected = gate_up_act(run(device(), choice, **given), names[activation], device=device())
+    y = np.full((shape.num_tokens + 2, shape.out_features // 2), np.nan, expected.dtype)
+    launch(choice, **given, y=y[1:-1], device=device(), activation=activation)
+    assert np.array_equal(y[1:-1], expected)
+    assert np.isnan(y[[0, -1]].astype(np.float32)).all()
+
+
+def test_gated_wrapper() -> None:
+    """The same bits for few tokens and for many; an unknown activation is named."""
+    for num_tokens in (3, 1000):
+        x, weight = weight_of(Shape(num_tokens, 48, 40, bias=True), "bfloat16")
+        y = linear_gate_up_act(x, weight, device=device())
+        expected = gate_up_act(linear(x, weight, device=device()), device=device())
+        assert np.array_equal(y, expected)
+    with pytest.raises(KernelError, match="linear_gate_up_act: the activation 'tan' has no kernel; there are silu"):
+        linear_gate_up_act(x[:3], weight, "tan", device=device())
 
 
 def test_wrong_arguments() -> None:
@@ -219,9 +262,9 @@ MUTANTS = {  # fault: the file, text found once in it, what replaces it
         "  for (int i = threadIdx.x; i < kRows",
     ),
     "a warp's sums lost": ("linear", "other < kWarps; ++other", "other < kWarps - 1; ++other"),
-    "bias of another row": ("linear", "bias[first_row + row]", "bias[row]"),
+    "bias of another row": ("linear", "bias[row_of(row)]", "bias[row]"),
     "numbers of a step swapped": ("linear", "{v[u][t].z, v[u][t].w}", "{v[u][t].w, v[u][t].z}"),
-    "rows behind the last written": ("linear", "first_row + row >= out_features || ", ""),
+    "rows behind the last written": ("linear", "first_row + out >= size || ", ""),
     "rounded before the bias": (
         "linear",
         "if (bias != nullptr) sum +=",

@@ -41,6 +41,7 @@ class Case:
     storage: str = "float32"  # what inputs and outputs are stored as
     wide: tuple[str, ...] = ()  # inputs and outputs that are float32 whatever the storage type
     tolerance: Tolerance = RULE
+    undecided: int | None = None  # integer that says in an output of ref: two answers are too close to tell here
     changes: tuple[str, ...] = ()  # inputs that the candidate may write
     disturb: Callable[[Inputs, np.random.Generator], Kept] | None = None
     """Changes the inputs in place, shapes apart, and says which outputs must not change by a bit."""

@@ -5,20 +5,23 @@ Blocks lie in random order in the cache, and every one is NaN before it is writt
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batch import StepPlan, build_batch, token_positions
+from engine.batch import ForwardBatch, StepPlan, build_batch, token_positions
 from engine.checkpoint.loader import load_model_config, load_weights
 from engine.checkpoint.prepare import prepare_weights
 from engine.checkpoint.source import resolve
+from engine.checkpoint.stored_tensor import StoredTensor, read_into
 from engine.comm.communicator import OneRank
 from engine.forward import EagerForward
-from engine.kv_cache import make_kv_cache
+from engine.kv_cache import KVCache, make_kv_cache
 from engine.models.registry import ARCHITECTURES
 from engine.ops import OpTable
 from engine.rope_table import RopeTable
@@ -31,20 +34,55 @@ Prompts = Sequence[Sequence[int]]
 BLOCK_SIZE = 4
 
 
+def namespace_of(array: Any) -> Any:
+    """The module whose arrays these are: numpy, or cupy for those on a GPU."""
+    return sys.modules[type(array).__module__.partition(".")[0]]
+
+
+class LikeStore:
+    """Weights where an array lies, and in its type; see engine.checkpoint.store.Store."""
+
+    def __init__(self, like: Array) -> None:
+        self.dtype, self.itemsize = like.dtype, like.dtype.itemsize
+        self._namespace = namespace_of(like)
+
+    def empty(self, shape: tuple[int, ...]) -> Array:
+        return self._namespace.empty(shape, self.dtype)
+
+    def full(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Of NaN, for a cache."""
+        return self._namespace.asarray(np.full(shape, np.nan, dtype))
+
+    def read(self, tensor: StoredTensor, target: Array) -> None:
+        stored = np.empty(target.shape, np.float32)
+        read_into(tensor, stored)
+        target[...] = self._namespace.asarray(stored.astype(self.dtype))
+
+    def fill_normally(self, array: Array, seed: tuple[int, int], std: float) -> None:
+        values = np.random.default_rng(seed).standard_normal(array.shape, np.float32) * np.float32(std)
+        array[...] = self._namespace.asarray(values.astype(self.dtype))
+
+
 def make_runner(
-    folder: Path, ops: OpTable, prompts: Prompts, make_comm: Callable[[OpTable], OneRank] = OneRank
+    folder: Path,
+    ops: OpTable,
+    prompts: Prompts,
+    make_comm: Callable[[OpTable], OneRank] = OneRank,
+    store: LikeStore | None = None,
 ) -> ModelRunner:
-    """A runner of the checkpoint with room for these prompts; engine.build makes one over the machine's own ops."""
+    """A runner of the checkpoint with room for these prompts; engine.build makes one over the machine's own ops.
+
+    store: where weights and cache lie, and in what type; None = float32 of NumPy.
+    """
+    store = LikeStore(np.zeros(0, np.float32)) if store is None else store
     source = resolve(str(folder))
     config = load_model_config(source)
     architecture = ARCHITECTURES[config.architecture]
     weight_map = architecture.weight_map(config)
-    weights = prepare_weights(load_weights(source, weight_map, progress=False), weight_map, ops)
+    weights = prepare_weights(load_weights(source, weight_map, store, progress=False), weight_map, ops)
     model = architecture.build(config, weights, ops)
     num_blocks = sum(-(-len(prompt) // BLOCK_SIZE) for prompt in prompts) + 2
-    cache = make_kv_cache(
-        model.cache_specs, num_blocks, BLOCK_SIZE, allocate=lambda shape, dtype: np.full(shape, np.nan, dtype)
-    )
+    cache = make_kv_cache(model.cache_specs, num_blocks, BLOCK_SIZE, store.dtype, store.full)
     rope = RopeTable(config.rope, config.rotary_dim, max(map(len, prompts)))
     sampler = Sampler(config.vocab_size, 1, ops.sampling)
     forward = EagerForward(model, make_comm(ops), cache, rope)
@@ -91,7 +129,16 @@ def run_step(
         num_decodes=int(np.count_nonzero(num_tokens == 1)),
     )
     rope_rows = runner.rope.rows(token_positions(plan), np.repeat(plan.rope_lens, num_tokens))
-    return runner.forward(build_batch(plan, BLOCK_SIZE, rope_rows))
+    return runner.forward(_beside(runner.cache, build_batch(plan, BLOCK_SIZE, rope_rows)))
+
+
+def _beside(cache: KVCache, batch: ForwardBatch) -> ForwardBatch:
+    """The batch with all arrays where the cache lies."""
+    namespace = namespace_of(next(iter((cache.k_cache | cache.latent_cache).values())))
+    if namespace is np:
+        return batch
+    arrays = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "num_decodes"}
+    return replace(batch, **{name: namespace.asarray(array) for name, array in arrays.items()})
 
 
 def shuffled_blocks(prompts: Prompts) -> NDArray[np.int32]:

@@ -30,9 +30,14 @@ SHAPES = {  # num_tokens, in_features, out_features
     "seventeen-tokens": (17, 40, 16),
     "many-tokens": (100, 136, 72),
     "wide-blocks": (5, 64, 1040),  # of a kernel: many rows of blocks
-    "some-blocks": (4, 8, 160),
-    "more-blocks": (3, 40, 330),
+    "one-step": (4, 8, 160),
+    "sixteen-tokens-wide": (13, 72, 330),
+    "twenty-tokens-wide": (20, 64, 328),
+    "forty-tokens": (40, 200, 48),
+    "splits": (12, 1600, 64),  # of a kernel: in_features shared by several blocks
+    "splits-of-many-tokens": (33, 1288, 50),
 }
+LOGITS = ("no-tokens", "one-token", "odd", "sixteen-tokens", "seventeen-tokens", "many-tokens", "splits")
 
 
 def cases() -> list[Case]:
@@ -43,10 +48,20 @@ def cases() -> list[Case]:
         for name in ("one-token", "odd", "tall", "sixteen-tokens", "many-tokens")
     ]
     found += [_case(f"{name}-tied", *SHAPES[name], bias=False, tied=True) for name in ("no-tokens", "one-token", "odd")]
-    return found
+    found.append(_case("rows-off-16-bytes", 5, 64, 40, bias=True, last=1))
+    return found + [_case(f"logits-{name}", *SHAPES[name], bias=name == "splits", op="logits") for name in LOGITS]
 
 
-def _case(name: str, num_tokens: int, in_features: int, out_features: int, bias: bool, tied: bool = False) -> Case:
+def _case(
+    name: str,
+    num_tokens: int,
+    in_features: int,
+    out_features: int,
+    bias: bool,
+    tied: bool = False,
+    last: int | None = None,
+    op: str = "linear",
+) -> Case:
     axes: dict[str, Any] = {
         "num_tokens": num_tokens,
         "in_features": in_features,
@@ -56,30 +71,32 @@ def _case(name: str, num_tokens: int, in_features: int, out_features: int, bias:
     return Case(
         stem="linear",
         name=name,
-        axes={**axes, "tied": tied},
-        make_inputs=partial(_inputs, **axes),
+        axes={**axes, "tied": tied, "op": op},
+        make_inputs=partial(_inputs, last=last, **axes),
         reference=lambda x, weight, bias, storage=None: {"y": linear(x, weight, bias)},
-        candidate=partial(_candidate, tied=tied),
+        candidate=partial(_candidate, tied=tied or op == "logits", op=op),
         disturb=_disturb,
         storages=HALVES,
+        wide=("y",) if op == "logits" else (),
     )
 
 
-def _inputs(seed: int, num_tokens: int, in_features: int, out_features: int, bias: bool) -> Inputs:
-    """Rows of x of sizes from 1e-3 to 1e3, not side by side in memory, and not of 16 bytes if in_features is not."""
+def _inputs(seed: int, num_tokens: int, in_features: int, out_features: int, bias: bool, last: int | None) -> Inputs:
+    """Rows of x of sizes from 1e-3 to 1e3, not side by side in memory, but at multiples of 16 bytes if in_features has
+    as many. last: the border of x in the way of rows instead."""
     rng = np.random.default_rng(seed)
     sizes = np.float32(10) ** rng.uniform(-3, 3, (num_tokens, 1)).astype(np.float32)
     return {
-        "x": guarded(normal(rng, num_tokens, in_features) * sizes, last=1 if in_features % 8 else 8),
+        "x": guarded(normal(rng, num_tokens, in_features) * sizes, last=last or (1 if in_features % 8 else 8)),
         "weight": guarded(normal(rng, out_features, in_features, scale=in_features**-0.5), num_axes=1),
         "bias": normal(rng, out_features) if bias else None,
     }
 
 
-def _candidate(ops: OpTable, x: Array, weight: Array, bias: Array | None, tied: bool) -> Outputs:
+def _candidate(ops: OpTable, x: Array, weight: Array, bias: Array | None, tied: bool, op: str) -> Outputs:
     out_features, in_features = weight.shape
     stored = LinearWeight("dense", out_features, in_features, {"weight": weight}, bias)
-    return {"y": ops.linear(x, stored if tied else ops.prepare(stored))}
+    return {"y": getattr(ops, op)(x, stored if tied else ops.prepare(stored))}
 
 
 def _disturb(inputs: Inputs, rng: np.random.Generator) -> Kept:

@@ -9,6 +9,7 @@ from conformance import (
     embedding,
     end_to_end,
     golden,
+    kernel_models,
     kv_cache,
     layernorm,
     linear,
@@ -59,7 +60,7 @@ def cases(target: str) -> list[Case]:
         return [case for op in OPS for case in op.cases()] + end_to_end.cases()
     if target in KERNEL_TARGETS:
         found = [case for op in OPS for case in op.cases()]
-        return [case.stored_as(storage) for case in found for storage in case.storages]
+        return [case.stored_as(storage) for case in found for storage in case.storages] + kernel_models.cases()
     raise ValueError(f"target {target!r} is none of {', '.join(TARGETS)}")
 
 

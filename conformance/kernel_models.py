@@ -1,0 +1,115 @@
+"""Whole models over the op table of kernels, in the storage type, against the plain models of ref in the same type.
+
+The golden families that the kernels serve, with heads of a size that has kernels: 64 to 128. All logits of the prompts,
+computed together in chunks of their own sizes, so that decoding and prefilling rows meet in a step; and the greedy id
+after each token.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conformance.case import Case, Inputs, Outputs
+from conformance.end_to_end import CHUNKS
+from conformance.engine_run import LikeStore, make_runner, run_chunks
+from conformance.golden_families import FAMILY_GOLDENS, family_tensors
+from conformance.golden_models import GOLDEN_SEED, GOLDENS, Config, llama_config, random_ids, write_checkpoint
+from conformance.tolerance import FACTOR
+from engine.ops import OpTable
+from ref.config import parse_config
+from ref.model.fields import ModelConfig
+from ref.model.registry import forward
+
+Array = Any  # of a device
+
+PROMPT_LENGTHS = (5, 21, 40)
+UNDECIDED = -1  # in place of a greedy id where two tokens are too close to tell
+_HIDDEN: Config = {"hidden_size": 256, "intermediate_size": 136}
+MODELS: dict[str, Config] = {
+    "llama3": llama_config(**GOLDENS["llama3"], head_dim=64),
+    "mistral": llama_config(**{**GOLDENS["mistral"], "head_dim": 80}),
+    "bias": llama_config(**GOLDENS["bias"], head_dim=96),
+    "qwen2": {**FAMILY_GOLDENS["qwen2"], **_HIDDEN},
+    "qwen2_window": {**FAMILY_GOLDENS["qwen2_window"], **_HIDDEN},
+    "qwen3": {**FAMILY_GOLDENS["qwen3"], "head_dim": 128},
+    "command_r": {**FAMILY_GOLDENS["command_r"], **_HIDDEN},
+    "command_r_plus": {**FAMILY_GOLDENS["command_r_plus"], **_HIDDEN},
+    "minicpm": {**FAMILY_GOLDENS["minicpm"], **_HIDDEN},
+    "cpm1": {**FAMILY_GOLDENS["cpm1"], "n_embd": 256},
+}
+IN_FLOAT16_TOO = ("llama3", "command_r_plus")
+LOGITS = tuple(f"logits{i}" for i in range(len(PROMPT_LENGTHS)))
+
+
+def cases() -> list[Case]:
+    """In their storage types already: bfloat16, and some in float16 too."""
+    found = [_case(name, "chunks", "bfloat16") for name in MODELS]
+    found += [_case(name, "chunks", "float16") for name in IN_FLOAT16_TOO]
+    return [*found, _case("llama3", "whole", "bfloat16"), _case("mistral", "decode", "bfloat16")]
+
+
+def _case(name: str, chunking: str, storage: str) -> Case:
+    case = Case(
+        stem="llama",
+        name=f"forward-{name}-{chunking}",
+        axes={"golden": name, "chunks": CHUNKS[chunking]},
+        make_inputs=lambda seed: _inputs(MODELS[name]),
+        reference=partial(_reference, stored_as=storage),
+        candidate=lambda ops, **inputs: _candidate(ops, MODELS[name], CHUNKS[chunking], **inputs),
+        storages=(storage,),
+        wide=LOGITS,
+        undecided=UNDECIDED,
+    )
+    return case.stored_as(storage)
+
+
+def _inputs(config: Config) -> Inputs:
+    """like: an array of no numbers, which lies on the device and is of the storage type."""
+    parsed = parse_config(config)
+    prompts = random_ids(parsed.vocab_size, PROMPT_LENGTHS)
+    weights = family_tensors(config, GOLDEN_SEED)
+    return {"config": parsed, "weights": weights, "prompts": prompts, "like": np.zeros(0, np.float32)}
+
+
+def _reference(
+    config: ModelConfig,
+    weights: Inputs,
+    prompts: list[list[int]],
+    like: Array,
+    stored_as: str,
+    storage: str | None = None,
+) -> Outputs:
+    """Logits, and greedy ids but where two logits are nearer than they may err: each by FACTOR times what ref in the
+    storage type does."""
+    outputs: Outputs = {}
+    for i, prompt in enumerate(prompts):
+        logits = forward(config, weights, prompt, storage=storage)
+        rounded = forward(config, weights, prompt, storage=stored_as)
+        best = np.sort(logits, axis=-1)[:, -2:]
+        margin = 2 * FACTOR * np.abs(rounded - logits).max(axis=-1)
+        outputs[f"logits{i}"] = logits
+        outputs[f"token_ids{i}"] = np.where(best[:, 1] - best[:, 0] < margin, UNDECIDED, np.argmax(logits, axis=-1))
+    return outputs
+
+
+def _candidate(
+    ops: OpTable,
+    config_json: Config,
+    chunks: Sequence[int],
+    weights: dict[str, NDArray[np.float32]],
+    prompts: list[list[int]],
+    like: Array,
+    **inputs: Any,
+) -> Outputs:
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = write_checkpoint(folder, config_json, weights)
+        runner = make_runner(checkpoint, ops, prompts, store=LikeStore(like))
+    found = run_chunks(runner, prompts, chunks)
+    outputs = {f"logits{i}": logits for i, logits in enumerate(found)}
+    return outputs | {f"token_ids{i}": np.argmax(logits, axis=-1) for i, logits in enumerate(found)}

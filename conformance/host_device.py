@@ -29,8 +29,10 @@ MAX_INSTANCES = 8  # of one build: a file with more is built in parts, so that a
 class Notes:
     """A device that launches nothing, and knows afterwards what was to be launched."""
 
-    def __init__(self, num_sms: int = NUM_SMS, max_shared_bytes: int = MAX_SHARED_BYTES) -> None:
-        self.num_sms, self.max_shared_bytes = num_sms, max_shared_bytes
+    def __init__(
+        self, num_sms: int = NUM_SMS, max_shared_bytes: int = MAX_SHARED_BYTES, has_wgmma: bool = False
+    ) -> None:
+        self.num_sms, self.max_shared_bytes, self.has_wgmma = num_sms, max_shared_bytes, has_wgmma
         self.counters = np.zeros(NUM_COUNTERS, np.uint32)
         self.instances: dict[Instance, None] = {}  # in the order of their first launch
 
@@ -62,6 +64,8 @@ class HostDevice:
     Raises:
         BuildError: see conformance.host_build.
     """
+
+    has_wgmma = False  # nothing stands in for that here
 
     def __init__(
         self,

@@ -60,7 +60,7 @@ def host_machine(cases: Sequence[Case], **options: Any) -> Machine:
         BuildError: see conformance.host_build.
     """
     host = HostDevice(**options)
-    kernels = kernels_of(cases, host.num_sms, host.max_shared_bytes)
+    kernels = kernels_of(cases, host)
     host.build(kernels)
     device = BorderedDevice(host)
     memory = DeviceMemory(device, np.copy, np.copy, host_view, host.begin)
@@ -77,7 +77,7 @@ def gpu_machine(cases: Sequence[Case]) -> Machine:
     cupy = _cupy()
     compiler = importlib.import_module("engine.kernels.compile")
     gpu = importlib.import_module("engine.kernels.gpu").Gpu(cache_dir() / "kernels")
-    kernels = kernels_of(cases, gpu.num_sms, gpu.max_shared_bytes)
+    kernels = kernels_of(cases, gpu)
     compiler.compile_all(list(kernels), gpu.arch, cache_dir() / "kernels")
     device = BorderedDevice(gpu)
 
@@ -116,9 +116,9 @@ def _cupy() -> Any:
     return cupy
 
 
-def kernels_of(cases: Sequence[Case], num_sms: int, max_shared_bytes: int) -> tuple[Instance, ...]:
+def kernels_of(cases: Sequence[Case], like: Device) -> tuple[Instance, ...]:
     """All kernels that the cases launch on a device of this kind, found by a dry run."""
-    notes = Notes(num_sms, max_shared_bytes)
+    notes = Notes(like.num_sms, like.max_shared_bytes, like.has_wgmma)
     device = BorderedDevice(notes)
     memory = DeviceMemory(device, np.copy, np.copy, host_view)
     ops = _ops(device)

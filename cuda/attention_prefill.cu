@@ -5,18 +5,29 @@
 //            v_cache [num_blocks, block_size, n_kv_heads, head_dim] T; block_table [num_seqs, table_stride] int32;
 //            cu_seqlens_q [num_seqs + 1], seq_lens [num_seqs] int32. The queries of a sequence are its last tokens
 // a block    owns 16 · kTiles · kWarps queries of one sequence and one head; a warp 16 · kTiles of them. Keys and values
-//            come in tiles of 64 tokens, the keys of the next tile under the second product of this one
-// template   T bf16 or fp16; kHeadDim a multiple of 16 up to 256; kTiles 1 or 2; kWarps
-// sums       float32; a running maximum a row, tile by tile; p is rounded to T as the tensor cores take it
+//            come in tiles of 64 tokens (32 if head_dim > 128). With one stage the keys of the next tile come under the
+//            second product of this one; with two stages keys and values of the next tile come under all of this one
+// template   T bf16 or fp16; kHeadDim a multiple of 16 up to 256; kTiles 1 or 2; kWarps 4 or 8; kStages 1 or 2
+// sums       float32; a running maximum a row, tile by tile, which may lag by a factor of kSlack: weights then pass 1,
+//            which no format minds, and the sums are seldom rescaled; p is rounded to T as the tensor cores take it
 // launcher   grid (n_heads, ⌈num_tokens / queries⌉ + num_seqs), block 32 · kWarps, shared memory
-//            2 · kHeadDim · (queries + 128) bytes
+//            2 · kHeadDim · (queries + 2 · kStages · tokens of a tile) bytes
 #include "ptx.cuh"
 #include "reduce.cuh"
 #include "vec.cuh"
 
-constexpr int kTokens = 64;  // of a tile
 constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kSlack = 8.0f;  // log2 of what a weight may be
 #define kInfinity __uint_as_float(0x7f800000u)
+
+template <int kHeadDim>
+constexpr int kTokens = kHeadDim > 128 ? 32 : 64;  // of a tile
+
+constexpr int power_of_two_from(int n) {
+  int p = 1;
+  while (p < n) p *= 2;
+  return p;
+}
 
 __device__ __forceinline__ unsigned pack2(float low, float high, bf16) { return pack_bf16(low, high); }
 __device__ __forceinline__ unsigned pack2(float low, float high, fp16) { return pack_fp16(low, high); }
@@ -28,20 +39,29 @@ __device__ __forceinline__ int place(int row, int unit) {
   return row * kHeadDim + (whole ? unit ^ (row & 7) : unit) * 8;
 }
 
-template <typename T, int kHeadDim, int kTiles, int kWarps>
-__global__ void __launch_bounds__(32 * kWarps)
+// tile + place(row, 2 · step + half), with the work that all steps share in front.
+template <int kHeadDim, typename T>
+__device__ __forceinline__ const T* at_step(const T* tile, int row, int half, int step) {
+  const bool whole = step < kHeadDim / 64 * 4;
+  return tile + row * kHeadDim + (whole ? (half ^ (row & 7)) * 8 ^ step * 16 : half * 8 + step * 16);
+}
+
+template <typename T, int kHeadDim, int kTiles, int kWarps, int kStages>
+__global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
     attention_prefill(const T* __restrict__ q, const T* __restrict__ k_cache, const T* __restrict__ v_cache,
                       const int* __restrict__ block_table, const int* __restrict__ cu_seqlens_q,
                       const int* __restrict__ seq_lens, T* __restrict__ out, int num_seqs, int q_stride,
                       int table_stride, int block_size, int n_heads, int n_kv_heads, int window, float sm_scale) {
-  constexpr int kQueries = 16 * kTiles * kWarps, kThreads = 32 * kWarps;
-  constexpr int kSteps = kHeadDim / 16, kUnits = kHeadDim / 8, kColumns = kTokens / 8;
+  constexpr int kQueries = 16 * kTiles * kWarps, kThreads = 32 * kWarps, kTile = kTokens<kHeadDim>;
+  constexpr int kSteps = kHeadDim / 16, kUnits = kHeadDim / 8, kColumns = kTile / 8;
+  constexpr int kLanes = power_of_two_from(kUnits), kPass = kThreads / kLanes, kPasses = kTile / kPass;
+  static_assert(kPass % 8 == 0 && kPasses % 4 == 0, "a thread copies rows that are swizzled alike");
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, pair = lane % 4;
   const int head = blockIdx.x, kv_head = head / (n_heads / n_kv_heads);
-  __shared__ int slots[2][kTokens];  // of the tokens of a tile; −1 = none
+  __shared__ __align__(16) int slots[2][kTile];  // of the tokens of a tile, those of a copying thread side by side
   T* const q_tile = dynamic_shared<T>();
-  T* const k_tile = q_tile + kQueries * kHeadDim;
-  T* const v_tile = k_tile + kTokens * kHeadDim;
+  T* const k_tiles = q_tile + kQueries * kHeadDim;
+  T* const v_tiles = k_tiles + kStages * kTile * kHeadDim;
 
   dependency_wait();
   int seq = 0, tile = blockIdx.y, first_row = 0, q_len = 0;
@@ -57,118 +77,176 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
   if (seq == num_seqs) return;
   const int first_query = tile * kQueries, num_queries = min(kQueries, q_len - first_query);
-  const int seq_len = seq_lens[seq], first_position = seq_len - q_len + first_query;
+  const int first_position = seq_lens[seq] - q_len + first_query;
   const int end = first_position + num_queries;  // no query sees a token from here on
-  const int begin = window > 0 ? max(0, first_position - window + 1) / kTokens * kTokens : 0;
+  const int oldest = window > 0 ? max(0, first_position - window + 1) : 0;  // or before this one
+  const int begin = oldest / kTile * kTile;
+  const int* const blocks = block_table + static_cast<index_t>(seq) * table_stride;
 
-  auto find_slots = [&](int token, int buffer) {
-    if (threadIdx.x < kTokens) {
-      const int at = token + threadIdx.x;
-      slots[buffer][threadIdx.x] =
-          at < end ? block_table[static_cast<index_t>(seq) * table_stride + at / block_size] * block_size +
-                         at % block_size
-                   : -1;
-    }
+  // A token that no query sees is read from the slot of one that is seen: its numbers are this sequence's own.
+  auto find_slot = [&](int token) {
+    const unsigned at = min(max(token + static_cast<int>(threadIdx.x), oldest), end - 1), size = block_size;
+    return threadIdx.x < kTile ? blocks[at / size] * block_size + static_cast<int>(at % size) : 0;
   };
-  auto load = [&](T* to, const T* cache, int buffer) {
+  auto keep_slot = [&](int slot, int buffer) {
+    if (threadIdx.x < kTile) slots[buffer][threadIdx.x % kPass * kPasses + threadIdx.x / kPass] = slot;
+  };
+
+  const int copy_row = threadIdx.x / kLanes, copy_unit = threadIdx.x % kLanes;
+  const int token_bytes = n_kv_heads * kHeadDim * static_cast<int>(sizeof(T));
+  auto place_in = [&](const T* cache) {
+    return reinterpret_cast<const char*>(cache + kv_head * kHeadDim + 8 * copy_unit);
+  };
+  const char *const k_from = place_in(k_cache), *const v_from = place_in(v_cache);
+  auto load = [&](T* tile, const char* from, int buffer) {
+    T* const to = tile + place<kHeadDim>(copy_row, copy_unit);
+    if (kLanes == kUnits || copy_unit < kUnits)
 #pragma unroll
-    for (int i = threadIdx.x; i < kTokens * kUnits; i += kThreads) {
-      const int row = i / kUnits, unit = i % kUnits, slot = slots[buffer][row];
-      cp_async(to + place<kHeadDim>(row, unit),
-               cache + (static_cast<index_t>(max(slot, 0)) * n_kv_heads + kv_head) * kHeadDim + 8 * unit, slot >= 0);
-    }
+      for (int first = 0; first < kPasses; first += 4) {
+        const uint4 four = load16(&slots[buffer][copy_row * kPasses + first]);
+        const int at[4] = {static_cast<int>(four.x), static_cast<int>(four.y), static_cast<int>(four.z),
+                           static_cast<int>(four.w)};
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          cp_async(to + (first + i) * kPass * kHeadDim, from + static_cast<index_t>(at[i]) * token_bytes);
+      }
     cp_async_commit();
   };
 
-  find_slots(begin, 0);
-  for (int i = threadIdx.x; i < kQueries * kUnits; i += kThreads) {
-    const int row = i / kUnits, unit = i % kUnits;
-    const bool valid = row < num_queries;
-    const index_t from = static_cast<index_t>(first_row + first_query + (valid ? row : 0)) * q_stride;
-    cp_async(q_tile + place<kHeadDim>(row, unit), q + from + head * kHeadDim + 8 * unit, valid);
-  }
+  keep_slot(find_slot(begin), 0);
+  if (kStages == 2) keep_slot(find_slot(begin + kTile), 1);
+  if (kLanes == kUnits || copy_unit < kUnits)
+    for (int row = copy_row; row < kQueries; row += kPass) {
+      const bool valid = row < num_queries;
+      const index_t from = static_cast<index_t>(first_row + first_query + (valid ? row : 0)) * q_stride;
+      cp_async(q_tile + place<kHeadDim>(row, copy_unit), q + from + head * kHeadDim + 8 * copy_unit, valid);
+    }
   __syncthreads();
-  load(k_tile, k_cache, 0);
+  load(k_tiles, k_from, 0);
+  if (kStages == 2) load(v_tiles, v_from, 0);
 
-  float sums[kTiles][kUnits][4] = {}, largest[kTiles][2], total[kTiles][2] = {};
+  float sums[kTiles][kUnits][4] = {}, base[kTiles][2], total[kTiles][2] = {};  // base: log2 of what weights are over
 #pragma unroll
-  for (int m = 0; m < kTiles; ++m) largest[m][0] = largest[m][1] = -kInfinity;
+  for (int m = 0; m < kTiles; ++m) base[m][0] = base[m][1] = -kInfinity;
   const float scale = sm_scale * kLog2e;
-  const int my_row = warp * 16 * kTiles;
+  const int my_row = warp * 16 * kTiles, my_position = first_position + my_row;
 
   int buffer = 0;
-  for (int token = begin; token < end; token += kTokens, buffer ^= 1) {
+  for (int token = begin; token < end; token += kTile, buffer ^= 1) {
+    const T *k_tile = k_tiles, *v_tile = v_tiles;
+    int next_slot = 0;
     cp_async_wait<0>();
-    __syncthreads();  // keys are there, and nobody reads the values of the tile before
-    load(v_tile, v_cache, buffer);
-    find_slots(token + kTokens, buffer ^ 1);
-
-    float scores[kTiles][kColumns][4] = {};
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      unsigned rows[kTiles][4];
-#pragma unroll
-      for (int m = 0; m < kTiles; ++m)
-        ldmatrix_x4(rows[m], q_tile + place<kHeadDim>(my_row + 16 * m + lane % 16, 2 * step + lane / 16));
-#pragma unroll
-      for (int column = 0; column < kColumns; column += 2) {
-        unsigned keys[4];
-        ldmatrix_x4(keys,
-                    k_tile + place<kHeadDim>(8 * column + lane % 8 + 8 * (lane / 16), 2 * step + lane / 8 % 2));
-        const unsigned first[2] = {keys[0], keys[1]}, second[2] = {keys[2], keys[3]};
-#pragma unroll
-        for (int m = 0; m < kTiles; ++m) {
-          mma_k16(scores[m][column], rows[m], first, T{});
-          mma_k16(scores[m][column + 1], rows[m], second, T{});
-        }
+    __syncthreads();  // keys are there (two stages: values too), and nobody reads the tile before
+    if constexpr (kStages == 1) {
+      load(v_tiles, v_from, buffer);
+      next_slot = find_slot(token + kTile);
+    } else {
+      k_tile += buffer * kTile * kHeadDim;
+      v_tile += buffer * kTile * kHeadDim;
+      next_slot = find_slot(token + 2 * kTile);
+      if (token + kTile < end) {
+        load(k_tiles + (buffer ^ 1) * kTile * kHeadDim, k_from, buffer ^ 1);
+        load(v_tiles + (buffer ^ 1) * kTile * kHeadDim, v_from, buffer ^ 1);
       }
     }
-    cp_async_wait<0>();
-    __syncthreads();  // values and slots are there, and nobody reads the keys of this tile
-    if (token + kTokens < end) load(k_tile, k_cache, buffer ^ 1);
 
-    const bool masked = token + kTokens > first_position + 1 || window > 0;
+    const bool seen = token < my_position + 16 * kTiles;  // by some query of this warp
+    float scores[kTiles][kColumns][4] = {};
+    if (seen) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        unsigned rows[kTiles][4];
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+          ldmatrix_x4(rows[m], at_step<kHeadDim>(q_tile, my_row + 16 * m + lane % 16, lane / 16, step));
+#pragma unroll
+        for (int column = 0; column < kColumns; column += 2) {
+          unsigned keys[4];
+          ldmatrix_x4(keys, at_step<kHeadDim>(k_tile, lane % 8 + 8 * (lane / 16), lane / 8 % 2, step) +
+                                8 * column * kHeadDim);
+          const unsigned first[2] = {keys[0], keys[1]}, second[2] = {keys[2], keys[3]};
+#pragma unroll
+          for (int m = 0; m < kTiles; ++m) {
+            mma_k16(scores[m][column], rows[m], first, T{});
+            mma_k16(scores[m][column + 1], rows[m], second, T{});
+          }
+        }
+      }
+      if (token + kTile > my_position + 1 || (window > 0 && token < end - window)) {
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int position = my_position + 16 * m + group + 8 * half;
+            const int newest = position - token, first_seen = window > 0 ? newest - window + 1 : 0;
+#pragma unroll
+            for (int column = 0; column < kColumns; ++column)
+#pragma unroll
+              for (int i = 0; i < 2; ++i) {
+                const int at = 8 * column + 2 * pair + i;
+                if (at > newest || at < first_seen) scores[m][column][2 * half + i] = -kInfinity;
+              }
+          }
+      }
+      float growth[kTiles][2];
+      bool grows = false;
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float top = -kInfinity;
+#pragma unroll
+          for (int column = 0; column < kColumns; ++column)
+            top = fmaxf(top, fmaxf(scores[m][column][2 * half], scores[m][column][2 * half + 1]));
+          top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 1));
+          top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 2)) * scale;
+          const float before = base[m][half];
+          const bool lags = top > before + kSlack;
+          if (lags) base[m][half] = top;
+          growth[m][half] = lags ? exp2f(before - top) : 1.0f;
+          grows |= lags;
+        }
+      if (__any_sync(kAllLanes, grows)) {
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            total[m][half] *= growth[m][half];
+#pragma unroll
+            for (int unit = 0; unit < kUnits; ++unit)
+              sums[m][unit][2 * half] *= growth[m][half], sums[m][unit][2 * half + 1] *= growth[m][half];
+          }
+      }
+    }
+    if constexpr (kStages == 1) {
+      keep_slot(next_slot, buffer ^ 1);
+      cp_async_wait<0>();
+      __syncthreads();  // values and slots are there, and nobody reads the keys of this tile
+      if (token + kTile < end) load(k_tiles, k_from, buffer ^ 1);
+    } else {
+      keep_slot(next_slot, buffer);
+    }
+    if (!seen) continue;
+
+    float shift[kTiles][2];
 #pragma unroll
     for (int m = 0; m < kTiles; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (masked) {
-          const int position = first_position + my_row + 16 * m + group + 8 * half;
-          const int oldest = window > 0 ? position - window + 1 : 0;
+      for (int half = 0; half < 2; ++half) shift[m][half] = base[m][half] == -kInfinity ? 0.0f : base[m][half];
+    auto weigh = [&](int column) {
 #pragma unroll
-          for (int column = 0; column < kColumns; ++column)
+      for (int m = 0; m < kTiles; ++m)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              const int at = token + 8 * column + 2 * pair + i;
-              if (at > position || at < oldest) scores[m][column][2 * half + i] = -kInfinity;
-            }
+        for (int i = 0; i < 4; ++i) {
+          float& score = scores[m][column][i];
+          score = exp2f(fmaf(score, scale, -shift[m][i / 2]));
+          total[m][i / 2] += score;  // of this lane's columns
         }
-        float top = largest[m][half];
+    };
 #pragma unroll
-        for (int column = 0; column < kColumns; ++column)
-          top = fmaxf(top, fmaxf(scores[m][column][2 * half], scores[m][column][2 * half + 1]));
-        top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 2));
-        const float base = top == -kInfinity ? 0.0f : top * scale;
-        const float growth = exp2f(largest[m][half] * scale - base);
-        largest[m][half] = top;
-        float added = 0.0f;
-#pragma unroll
-        for (int column = 0; column < kColumns; ++column)
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& score = scores[m][column][2 * half + i];
-            score = exp2f(fmaf(score, scale, -base));
-            added += score;
-          }
-        total[m][half] = total[m][half] * growth + added;  // of this lane's columns
-#pragma unroll
-        for (int unit = 0; unit < kUnits; ++unit)
-          sums[m][unit][2 * half] *= growth, sums[m][unit][2 * half + 1] *= growth;
-      }
-#pragma unroll
-    for (int step = 0; step < kTokens / 16; ++step) {
+    for (int step = 0; step < kTile / 16; ++step) {
       unsigned p[kTiles][4];
+      weigh(2 * step), weigh(2 * step + 1);  // between the products of the step before, which need no issue slots
 #pragma unroll
       for (int m = 0; m < kTiles; ++m)
 #pragma unroll
@@ -177,7 +255,7 @@ __global__ void __launch_bounds__(32 * kWarps)
 #pragma unroll
       for (int unit = 0; unit < kUnits; unit += 2) {
         unsigned values[4];
-        ldmatrix_x4_trans(values, v_tile + place<kHeadDim>(16 * step + lane % 16, unit + lane / 16));
+        ldmatrix_x4_trans(values, at_step<kHeadDim>(v_tile, lane % 16, lane / 16, unit / 2) + 16 * step * kHeadDim);
         const unsigned first[2] = {values[0], values[1]}, second[2] = {values[2], values[3]};
 #pragma unroll
         for (int m = 0; m < kTiles; ++m) {
@@ -196,7 +274,7 @@ __global__ void __launch_bounds__(32 * kWarps)
       float sum = total[m][half];
       sum += __shfl_xor_sync(kAllLanes, sum, 1);
       sum += __shfl_xor_sync(kAllLanes, sum, 2);
-      const float share = sum > 0.0f ? 1.0f / sum : 0.0f;
+      const float share = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
       const int row = my_row + 16 * m + group + 8 * half;
       if (row >= num_queries) continue;
       T* const to = out + (static_cast<index_t>(first_row + first_query + row) * n_heads + head) * kHeadDim;

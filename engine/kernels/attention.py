@@ -1,4 +1,7 @@
-"""Paged attention on a GPU: cuda/attention_decode.cu and cuda/attention_prefill.cu. Defined by ref.attention."""
+"""Paged attention on a GPU: cuda/attention_decode.cu, attention_prefill.cu and, on Hopper, attention_prefill_sm90.cu.
+
+Defined by ref.attention.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 CHUNK = 16  # tokens that a warp of attention_decode takes at once
 HEADS = 16  # query heads that a block of it takes
 DECODE_WARPS = 4
+HOPPER_TILES = {64: 128, 128: 128, 256: 64}  # tokens of a tile of attention_prefill_sm90, by head_dim
 BLOCKS_PER_SM = 4  # of attention_decode, that a grid is split for
 
 
@@ -100,20 +104,44 @@ def attention_prefill(
     out = device.empty(q.shape, q.dtype)
     if not out.size:
         return out
-    tiles, warps = (2, 4) if head_dim <= 128 else (1, 8)  # of 16 queries: 32 a warp, or registers run out
-    if 2 * head_dim * (16 * tiles * warps + 128) > device.max_shared_bytes:
-        warps //= 2
-    queries = 16 * tiles * warps
-    arguments = [q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, out]
+    type_ = type_name(kernel, "q", q)
+    queries, block, instance, shared_bytes = (_hopper if device.has_wgmma and head_dim in HOPPER_TILES else _portable)(
+        type_, head_dim, device.max_shared_bytes
+    )
     sizes = (num_seqs, stride(q), stride(block_table), block_size, n_heads, n_kv_heads, window or 0)
     device.launch(
-        Instance(kernel, f"attention_prefill<{type_name(kernel, 'q', q)}, {head_dim}, {tiles}, {warps}>"),
+        instance,
         (n_heads, ceil_div(num_tokens, queries) + num_seqs),
-        (32 * warps,),
-        [*arguments, *map(np.int32, sizes), np.float32(sm_scale)],
-        shared_bytes=2 * head_dim * (queries + 128),
+        (block,),
+        [q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, out, *map(np.int32, sizes), np.float32(sm_scale)],
+        shared_bytes=shared_bytes,
     )
     return out
+
+
+def _portable(type_: str, head_dim: int, max_shared_bytes: int) -> tuple[int, int, Instance, int]:
+    """Queries and threads of a block, instance and shared memory of attention_prefill.
+
+    Two stages where they leave an SM as many blocks as one stage does; more than two have no registers.
+    """
+    tiles, warps, tokens = (2, 4, 64) if head_dim <= 128 else (1, 8, 32)  # 16 · tiles queries a warp
+    queries = 16 * tiles * warps
+    one, two = (2 * head_dim * (queries + 2 * stages * tokens) for stages in (1, 2))
+    stages = 2 if two <= max_shared_bytes and min(max_shared_bytes // one, 2) == max_shared_bytes // two else 1
+    entry = f"attention_prefill<{type_}, {head_dim}, {tiles}, {warps}, {stages}>"
+    return queries, 32 * warps, Instance("attention_prefill", entry), two if stages == 2 else one
+
+
+def _hopper(type_: str, head_dim: int, max_shared_bytes: int) -> tuple[int, int, Instance, int]:
+    """The same of attention_prefill_sm90."""
+    queries, stages, tokens = 128, 2, HOPPER_TILES[head_dim]
+    entry = f"attention_prefill_sm90<{type_}, {head_dim}, {tokens}, {stages}>"
+    return (
+        queries,
+        384,
+        Instance("attention_prefill_sm90", entry),
+        2 * head_dim * (queries + 2 * stages * tokens) + 2048,
+    )
 
 
 def _check(

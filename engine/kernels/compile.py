@@ -58,7 +58,7 @@ def compile_all(instances: Iterable[Instance], arch: str, folder: Path, progress
     """Cubins of all instances, from the cache or made now, several at a time.
 
     Args:
-        arch: one of ARCHES, or sm_90a.
+        arch: one of ARCHES.
         folder: of the cache; made if it is not there.
         progress: show a bar on standard error if that is a terminal.
     Raises:
@@ -81,9 +81,13 @@ def compile_all(instances: Iterable[Instance], arch: str, folder: Path, progress
 def compile_kernel(instance: Instance, arch: str, folder: Path) -> Cubin:
     """One instance, from the cache or made now.
 
+    A stem that ends with _sm90 is made for sm_90a, the arch of what only Hopper has.
+
     Raises:
         KernelError: it does not compile; with NVRTC's messages.
     """
+    if instance.stem.endswith("_sm90") and arch == "sm_90":
+        arch = "sm_90a"
     source = _source(instance.stem)
     digest = _digest(source, instance.entry, arch)
     name = f"{re.sub(r'[^a-zA-Z0-9]+', '_', instance.entry).strip('_')}-{arch}-{digest}"

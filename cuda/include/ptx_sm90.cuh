@@ -1,0 +1,151 @@
+// PTX of sm_90a behind named functions: matrix multiply of a warpgroup, barriers in shared memory, registers by role.
+//
+// GPU-only: a fiber cannot stand in for units that read shared memory on their own while the threads go on. A kernel
+// that includes this is named …_sm90 and has a portable twin, which is what a CPU runs.
+//
+// A warpgroup is 4 warps, the first of them a multiple of 4. Of a product's 64 rows its warp w has rows 16 · w to
+// 16 · w + 15, in fragments like those of mma m16n8k16 (ptx.cuh): d[4 · j] to d[4 · j + 3] are of columns 8 · j on.
+#pragma once
+
+#include "ptx.cuh"
+
+#if !defined(__CUDACC__)
+#error "ptx_sm90.cuh is for GPUs only: build the portable twin of this kernel for a CPU"
+#endif
+
+// ---- barriers in shared memory: a phase ends when as many arrivals have come as the barrier was made for
+
+using mbarrier = unsigned long long;
+
+__device__ __forceinline__ void mbarrier_init(mbarrier* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(mbarrier* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+// This thread's arrival comes when all its cp.async so far have landed.
+__device__ __forceinline__ void mbarrier_arrive_after_copies(mbarrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+// Until the phase of this parity has ended: the first phase has parity 0, and the one before it counts as ended.
+__device__ __forceinline__ void mbarrier_wait(mbarrier* barrier, unsigned parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// What this thread has written to shared memory, or has seen written, can be read by wgmma from here on.
+__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Counts this warp at a barrier where others wait with named_barrier, and goes on.
+__device__ __forceinline__ void named_barrier_arrive(int id, int num_threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+
+// ---- registers a thread, of a whole warpgroup; the kernel needs a bound on them at its start
+
+template <int kRegisters>
+__device__ __forceinline__ void give_back_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// ---- matrix multiply of a warpgroup
+
+// A tile in shared memory: rows of 128 bytes, whose 16-byte units are swizzled (unit ^ row % 8), from a multiple of 1024
+// bytes on.
+//   K-major: a row has numbers of one m or n. stride_bytes to the next 8 rows; leading_bytes has no meaning
+//   MN-major: a row has numbers of one k. stride_bytes to the next 8 rows, leading_bytes to the next 64 columns
+__device__ __forceinline__ unsigned long long tile_descriptor(const void* tile, int leading_bytes, int stride_bytes) {
+  return static_cast<unsigned long long>((shared_address(tile) & 0x3ffff) >> 4) |
+         static_cast<unsigned long long>(leading_bytes >> 4) << 16 |
+         static_cast<unsigned long long>(stride_bytes >> 4) << 32 | 1ull << 62;
+}
+// The descriptor of what lies `bytes` further on: 32 for the next 16 numbers of a row.
+__device__ __forceinline__ unsigned long long advanced(unsigned long long descriptor, int bytes) {
+  return descriptor + static_cast<unsigned long long>(bytes >> 4);
+}
+
+// Before the first product, and again when this thread has touched a register of the next one.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until at most kPending of the newest groups are under way; then settled(d) of those that have ended.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+// Keeps the compiler from reading d, or moving it, before the wait.
+template <int kCount>
+__device__ __forceinline__ void settled(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Products of 64 × 16 and 16 × n numbers, n = twice the size of d; the last argument only names the format of a and b.
+//   wgmma_k_major   d = a · b, or d += a · b if `add`; a and b are K-major tiles
+//   wgmma_mn_major  d += a · b; a in registers, in fragments as for mma m16n8k16; b an MN-major tile
+#define SUMS_8(i)                                                                                             \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+      "+f"(d[i + 7])
+#define SUMS_32(i) SUMS_8(i), SUMS_8(i + 8), SUMS_8(i + 16), SUMS_8(i + 24)
+#define SUMS_64(i) SUMS_32(i), SUMS_32(i + 32)
+#define SUMS_128(i) SUMS_64(i), SUMS_64(i + 64)
+#define LIST_32                                                            \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define LIST_64                                                                      \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define LIST_128                                                                                 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                       \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "             \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "             \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "             \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "             \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "             \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+// COUNT sums; A to E: the numbers of the operands behind them
+#define WGMMA(COUNT, N, FORMAT, NAME, A, B, C, D, E)                                                                   \
+  __device__ __forceinline__ void wgmma_k_major(float (&d)[COUNT], unsigned long long a, unsigned long long b,         \
+                                                bool add, FORMAT) {                                                    \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #C ", 0;\n"                                                  \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" LIST_##COUNT "}, %" #A ", %" #B  \
+                 ", add, 1, 1, 0, 0;\n}"                                                                               \
+                 : SUMS_##COUNT(0)                                                                                     \
+                 : "l"(a), "l"(b), "r"(static_cast<int>(add))                                                          \
+                 : "memory");                                                                                          \
+  }                                                                                                                    \
+  __device__ __forceinline__ void wgmma_mn_major(float (&d)[COUNT], const unsigned (&a)[4], unsigned long long b,      \
+                                                 FORMAT) {                                                             \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" LIST_##COUNT "}, {%" #A ", %" #B \
+                 ", %" #C ", %" #D "}, %" #E ", 1, 1, 1, 1;"                                                           \
+                 : SUMS_##COUNT(0)                                                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)                                                  \
+                 : "memory");                                                                                          \
+  }
+WGMMA(32, 64, bf16, "bf16", 32, 33, 34, 35, 36)
+WGMMA(32, 64, fp16, "f16", 32, 33, 34, 35, 36)
+WGMMA(64, 128, bf16, "bf16", 64, 65, 66, 67, 68)
+WGMMA(64, 128, fp16, "f16", 64, 65, 66, 67, 68)
+WGMMA(128, 256, bf16, "bf16", 128, 129, 130, 131, 132)
+WGMMA(128, 256, fp16, "f16", 128, 129, 130, 131, 132)
+#undef WGMMA
+#undef SUMS_8
+#undef SUMS_32
+#undef SUMS_64
+#undef SUMS_128
+#undef LIST_32
+#undef LIST_64
+#undef LIST_128

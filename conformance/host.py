@@ -48,7 +48,6 @@ DTYPES = {
     "long long": "int64",
     "unsigned long long": "uint64",
 }
-ADDR_NO_RANDOMIZE = 0x0040000  # personality(2): ThreadSanitizer cannot place its memory otherwise
 
 
 class KernelFault(Exception):
@@ -62,31 +61,13 @@ class Strided:
     array: Array
 
 
-class _Parameter(ctypes.Structure):
-    _fields_ = (
-        ("type", ctypes.c_char_p),
-        ("is_pointer", ctypes.c_int),
-        ("is_const", ctypes.c_int),
-        ("bytes", ctypes.c_int),
-    )
-
-
-class _Kernel(ctypes.Structure):
-    _fields_ = (
-        ("name", ctypes.c_char_p),
-        ("invoke", ctypes.c_void_p),
-        ("num_parameters", ctypes.c_int),
-        ("parameters", ctypes.POINTER(_Parameter)),
-    )
-
-
 class _Variable(ctypes.Structure):
     _fields_ = (("offset", ctypes.c_longlong), ("bytes", ctypes.c_longlong))
 
 
 class _Launch(ctypes.Structure):
     _fields_ = (
-        ("kernel", ctypes.c_void_p),
+        ("kernel", ctypes.c_int),
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3),
         ("shared_bytes", ctypes.c_ulonglong),
@@ -146,24 +127,20 @@ class Library:
         num_threads: int = 1,
         defines: Sequence[str] = (),
     ) -> None:
-        self._plain = build(source, kernels, defines=defines)
-        self._watched = build(source, kernels, sanitizer, defines) if sanitizer else None
-        self._copies = [ctypes.CDLL(str(self._plain.path))]
-        with tempfile.TemporaryDirectory() as scratch:
-            for number in range(1, num_threads):
-                path = shutil.copy(self._plain.path, Path(scratch) / f"{number}.so")
-                self._copies.append(ctypes.CDLL(str(path)))
-        for copy in self._copies:
-            copy.host_launch.restype = ctypes.c_char_p
+        self._binary = build(source, kernels, sanitizer, defines)
+        self._copies = [] if sanitizer else _load(self._binary, num_threads)
         self._team = ThreadPoolExecutor(num_threads, "host-kernel")
-        self._tables = [(_Kernel * len(kernels)).in_dll(copy, "host_kernels") for copy in self._copies]
-        self.parameters = {
-            name: [
-                Parameter(found.type.decode(), bool(found.is_pointer), bool(found.is_const), found.bytes)
-                for found in self._tables[0][number].parameters[: self._tables[0][number].num_parameters]
-            ]
-            for number, name in enumerate(kernels)
-        }
+        self.parameters: dict[str, list[Parameter]] = {name: [] for name in kernels}
+        for line in self._description().splitlines():
+            number, is_pointer, is_const, size, type_name = line.split(maxsplit=4)
+            parameter = Parameter(type_name, is_pointer == "1", is_const == "1", int(size))
+            self.parameters[self._binary.kernels[int(number)]].append(parameter)
+
+    def _description(self) -> str:
+        if self._copies:
+            described: bytes = self._copies[0].host_describe()
+            return described.decode()
+        return subprocess.run(_program(self._binary), capture_output=True, text=True, check=True).stdout
 
     def launch(
         self,
@@ -196,8 +173,8 @@ class Library:
             for number, (parameter, argument) in enumerate(zip(parameters, arguments, strict=True))
         ]
         setup = (grid, block, shared_bytes, SCHEDULES.index(schedule), seed)
-        if self._watched is not None:
-            _run_watched(self._watched, self._watched.kernels.index(kernel), setup, checked)
+        if not self._copies:
+            _run_watched(self._binary, self._binary.kernels.index(kernel), setup, checked)
             return
         if len(self._copies) == 1:
             errors = [self._run(0, kernel, setup, checked)]
@@ -212,14 +189,30 @@ class Library:
         grid, block, shared_bytes, schedule, seed = setup
         memory = [ctypes.create_string_buffer(a.value or struct.pack("Q", a.address)) for a in arguments]
         pointers = (ctypes.c_void_p * max(len(memory), 1))(*map(ctypes.addressof, memory))
-        variables = (_Variable * max(len(self._plain.variables), 1))(*(_Variable(*v) for v in self._plain.variables))
+        variables = (_Variable * max(len(self._binary.variables), 1))(*(_Variable(*v) for v in self._binary.variables))
         launch = _Launch(
-            ctypes.addressof(self._tables[copy][self._plain.kernels.index(kernel)]),
+            self._binary.kernels.index(kernel),
             *((ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block), shared_bytes, seed, schedule),
-            *(copy, len(self._copies), len(self._plain.variables), variables, pointers),
+            *(copy, len(self._copies), len(self._binary.variables), variables, pointers),
         )
         error: bytes | None = self._copies[copy].host_launch(ctypes.byref(launch))
         return error.decode() if error else ""
+
+
+def _load(binary: Binary, count: int) -> list[ctypes.CDLL]:
+    """Copies of a library, each with a state of its own."""
+    with tempfile.TemporaryDirectory() as scratch:
+        paths = [binary.path]
+        paths += [Path(shutil.copy(binary.path, Path(scratch) / f"{number}.so")) for number in range(1, count)]
+        copies = [ctypes.CDLL(str(path)) for path in paths]
+    for copy in copies:
+        copy.host_launch.restype = copy.host_describe.restype = ctypes.c_char_p
+    return copies
+
+
+def _program(binary: Binary) -> list[str]:
+    """How to call a watched program. ThreadSanitizer can place its memory only where addresses are not random."""
+    return ["setarch", "-R", str(binary.path)] if binary.sanitizer == "thread" else [str(binary.path)]
 
 
 def _dims(kernel: str, name: str, dims: Dims) -> Dims:
@@ -285,13 +278,12 @@ def _run_watched(binary: Binary, kernel: int, setup: tuple[Any, ...], arguments:
         given.write_bytes(b"".join(parts))
         options = "halt_on_error=1:exitcode=66:detect_leaks=0"
         done = subprocess.run(
-            [str(binary.path), str(given), str(made)],
+            [*_program(binary), str(given), str(made)],
             capture_output=True,
             text=True,
             errors="replace",
             check=False,
             env={**os.environ, "ASAN_OPTIONS": options, "TSAN_OPTIONS": options},
-            preexec_fn=_fixed_addresses if binary.sanitizer == "thread" else None,
         )
         if done.returncode:
             raise KernelFault(
@@ -305,7 +297,3 @@ def _run_watched(binary: Binary, kernel: int, setup: tuple[Any, ...], arguments:
         if (buffer.begin, buffer.size) in written:
             ctypes.memmove(buffer.begin, content[start : start + buffer.size], buffer.size)
         start += buffer.size
-
-
-def _fixed_addresses() -> None:
-    ctypes.CDLL(None).personality(ADDR_NO_RANDOMIZE)

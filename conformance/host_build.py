@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from engine.checkpoint.starter import cache_dir
+from engine.system import cache_dir
 
 CUDA = Path(__file__).parent.parent / "cuda"
 SHIM = ("runtime.cpp", "meetings.cpp", "checks.cpp")
@@ -90,7 +90,7 @@ def _translation_unit(source: Path, kernels: Sequence[str]) -> str:
     table = "".join(f"  HOST_KERNEL({name}),\n" for name in kernels)
     return (
         f'#include "launch.h"\n#include "ptx.h"\n#line 1 "{source}"\n{text}\n#line 1 "kernels named to build()"\n'
-        f"const host::Kernel host_kernels[] = {{\n{table}}};\n"
+        f"const host::Kernel host_kernels[] = {{\n{table}}};\nconst int host_num_kernels = {len(kernels)};\n"
     )
 
 

@@ -10,7 +10,7 @@ namespace host {
 
 enum Schedule { kInStep, kGreedy, kRandom };
 
-struct Parameter {  // plain C: conformance/host.py reads it
+struct Parameter {
   const char* type;  // of the value, or of what a pointer points to
   int is_pointer, is_const;
   int bytes;  // of the value or pointer
@@ -28,8 +28,8 @@ struct Variable {  // a __shared__ variable
   long long bytes;
 };
 
-struct Launch {
-  const Kernel* kernel;
+struct Launch {  // plain C: conformance/host.py makes it
+  int kernel;     // index in host_kernels
   dim3 grid, block;
   unsigned long long shared_bytes, seed;
   int schedule;
@@ -91,5 +91,8 @@ struct Caller<kFunction> {
 
 #define HOST_KERNEL(...) host::Caller<&__VA_ARGS__>::kernel(#__VA_ARGS__)
 
-extern "C" __attribute__((visibility("default"))) const host::Kernel host_kernels[];
+extern "C" const host::Kernel host_kernels[];
+extern "C" const int host_num_kernels;
+// A line a parameter: index of the kernel, 1 for a pointer, 1 for one to const, bytes, type.
+extern "C" __attribute__((visibility("default"))) const char* host_describe();
 extern "C" __attribute__((visibility("default"))) const char* host_launch(const host::Launch* launch);

@@ -1,4 +1,5 @@
-// A program around a kernel, for builds with a sanitizer: reads one launch from a file, writes the buffers to another.
+// A program around kernels, for builds with a sanitizer: reads one launch from a file, writes the buffers to another.
+// Without arguments it prints the kernels' parameters.
 // Each buffer is an allocation of its own and of its own size, so AddressSanitizer sees the first byte beside it.
 #include <cstdio>
 #include <cstdlib>
@@ -45,11 +46,12 @@ char* new_buffer(size_t bytes, size_t misalignment) {
 
 }  // namespace
 
-int main(int, char** paths) {
+int main(int count, char** paths) {
+  if (count == 1) return fputs(host_describe(), stdout) < 0;
   file = fopen(paths[1], "rb");
   if (!file) return 2;
   host::Launch launch = {};
-  launch.kernel = &host_kernels[read<int>()];
+  launch.kernel = read<int>();
   launch.grid = read<dim3>();
   launch.block = read<dim3>();
   launch.shared_bytes = read<uint64_t>();

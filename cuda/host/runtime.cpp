@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <string>
 
 #include "fiber.h"
 #include "launch.h"
@@ -55,6 +56,8 @@ Barrier barriers[16];
 unsigned ready_warps;  // a bit a warp
 unsigned num_threads, num_exited;
 const Launch* launch;
+const Kernel* kernel;
+std::string description;
 void* main_stack_pointer;
 char launch_order, end_order;
 char message[4096];
@@ -224,7 +227,7 @@ void thread_main() {
 #endif
   for (;;) {
     __tsan_acquire(&launch_order);
-    launch->kernel->invoke(launch->arguments);
+    kernel->invoke(launch->arguments);
     __tsan_release(&end_order);
     Thread* self = current;
     warps[self->warp].exited |= 1u << self->lane;
@@ -270,7 +273,7 @@ void check_guard() {
     if (guard[i] != 0xff) {
       failed = true;
       snprintf(message, sizeof message, "kernel %s, block (%u, %u, %u): byte %zu was written of %zu bytes of dynamic shared memory",
-               launch->kernel->name, block.index.x, block.index.y, block.index.z, launch->shared_bytes + i,
+               kernel->name, block.index.x, block.index.y, block.index.z, launch->shared_bytes + i,
                static_cast<size_t>(launch->shared_bytes));
     }
 }
@@ -314,7 +317,7 @@ void run_block() {
 void fault(const char* format, ...) {
   const uint3 b = block.index, t = current->index;
   int used = snprintf(message, sizeof message, "kernel %s, block (%u, %u, %u), thread (%u, %u, %u): ",
-                      launch->kernel->name, b.x, b.y, b.z, t.x, t.y, t.z);
+                      kernel->name, b.x, b.y, b.z, t.x, t.y, t.z);
   va_list values;
   va_start(values, format);
   vsnprintf(message + used, sizeof message - static_cast<size_t>(used), format, values);
@@ -409,10 +412,24 @@ void maybe_yield() {
 
 }  // namespace host
 
-extern "C" __attribute__((visibility("default"))) const char* host_launch(const host::Launch* launch) {
+extern "C" const char* host_describe() {
+  using host::description;
+  description.clear();
+  for (int i = 0; i < host_num_kernels; ++i)
+    for (int j = 0; j < host_kernels[i].num_parameters; ++j) {
+      const host::Parameter& parameter = host_kernels[i].parameters[j];
+      for (int number : {i, parameter.is_pointer, parameter.is_const, parameter.bytes})
+        description += std::to_string(number) + " ";
+      description += std::string(parameter.type) + "\n";
+    }
+  return description.c_str();
+}
+
+extern "C" const char* host_launch(const host::Launch* launch) {
   using namespace host;
   const std::lock_guard<std::mutex> lock(one_launch_at_a_time);
   host::launch = launch;
+  kernel = &host_kernels[launch->kernel];
   failed = false;
   block.size = launch->block;
   block.grid = launch->grid;

@@ -24,11 +24,14 @@ from tests.cuda.mutants import GEMM, MUTANTS, Mutant
 from tests.cuda.test_kernels import STEMS, cases_of
 from tests.cuda.test_shim import KERNELS
 
+PROCESSES = get_context("forkserver")
+PROCESSES.set_forkserver_preload([__name__])  # so that a new process has imported everything
+
 
 def isolated(function: Callable[..., str], *arguments: Any) -> str:
     """The answer of a function that runs in a process of its own, or that the process died: a kernel that writes where
     it should not can take all with it."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, PROCESSES) as pool:
         try:
             return pool.submit(function, *arguments).result()
         except BrokenProcessPool:

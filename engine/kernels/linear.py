@@ -1,7 +1,7 @@
 """Dense linear layers on a GPU: kernels of ours for few tokens, the vendor's library for many. Defined by ref.linear.
 
-cuda/linear.cu streams the weights straight into registers; cuda/linear_tiles.cu takes them and the tokens through
-shared memory. Which of them, and with which sizes, is a table of measurements (CHOICES).
+cuda/linear.cu streams the weights straight into registers; cuda/linear_tiles.cu, and on Hopper linear_tiles_sm90.cu,
+take them and the tokens through shared memory. Which of them, and with which sizes, is a table of measurements (CHOICES).
 """
 
 from __future__ import annotations
@@ -63,15 +63,42 @@ class Tiles:
     def shared_bytes(self) -> int:
         return self.stages * (self.tokens + self.rows) * STEP_BYTES
 
-    def splits(self, num_tokens: int, out_features: int, in_features: int, num_sms: int) -> int:
-        """Parts of in_features: as many as give every SM its blocks, none shorter than the stages."""
-        blocks = ceil_div(num_tokens, self.tokens) * ceil_div(out_features, self.rows)
-        return max(1, min(self.blocks_per_sm * num_sms // blocks, ceil_div(in_features, STEP) // self.stages))
+    @property
+    def template(self) -> tuple[int, ...]:
+        return self.token_tiles, self.row_tiles, self.token_warps, self.row_warps, self.stages
 
 
-Choice = Skinny | Tiles | None  # None: the vendor's library
+@dataclass(frozen=True, slots=True)
+class Wgmma:
+    """Sizes of linear_tiles_sm90 (cuda/linear_tiles_sm90.cu)."""
 
-# (most tokens, most rows of the weight per SM, what is best up to there); the first line that fits holds.
+    tokens: int
+    groups: int
+    stages: int
+    blocks_per_sm: int = 1  # that a grid is split for
+    prefetch: int = 0
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.groups
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.groups
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (self.tokens + self.rows) * STEP_BYTES + 1024
+
+    @property
+    def template(self) -> tuple[int, ...]:
+        return self.tokens, self.groups, self.stages
+
+
+Choice = Skinny | Tiles | Wgmma | None  # None: the vendor's library
+
+# (most tokens, most rows of the weight per SM, what is best up to there); the first line that fits, and that the GPU
+# can run, holds.
 CHOICES: tuple[tuple[int, float, Choice], ...] = (
     (8, 80, Skinny(1, 4, 8, prefetch=4)),
     (8, float("inf"), Skinny(2, 4, 4)),
@@ -136,6 +163,8 @@ def choose(x: Array, out_features: int, device: Device) -> Choice:
     if x.dtype.name == "float32" or x.shape[1] % 8 or int(stride(x)) % 8:
         return None
     for most_tokens, most_rows, choice in CHOICES:
+        if isinstance(choice, Wgmma) and not device.has_wgmma:
+            continue
         if x.shape[0] <= most_tokens and out_features <= most_rows * device.num_sms:
             return fitting(choice, device.max_shared_bytes) if isinstance(choice, Tiles) else choice
     return None
@@ -150,7 +179,7 @@ def fitting(tiles: Tiles, max_shared_bytes: int) -> Tiles:
 
 
 def launch(
-    choice: Skinny | Tiles,
+    choice: Skinny | Tiles | Wgmma,
     x: Array,
     weight: Array,
     bias: Array | None,
@@ -178,16 +207,22 @@ def launch(
             shared_bytes=4 * choice.warps * SKINNY_TOKENS * token_tiles * (rows + 4),
         )
         return
-    splits = choice.splits(num_tokens, out_features, in_features, device.num_sms)
+    splits = num_splits(choice, num_tokens, out_features, in_features, device.num_sms)
     blocks = (ceil_div(num_tokens, choice.tokens), ceil_div(out_features, choice.rows))
     partials = None
     if splits > 1:
         partials = device.empty((splits, blocks[0] * choice.tokens, blocks[1] * choice.rows), np.float32)
-    shape = (choice.token_tiles, choice.row_tiles, choice.token_warps, choice.row_warps, choice.stages)
+    stem = "linear_tiles" if isinstance(choice, Tiles) else "linear_tiles_sm90"
     device.launch(
-        Instance("linear_tiles", f"linear_tiles<{types}, {', '.join(map(str, shape))}>"),
+        Instance(stem, f"{stem}<{types}, {', '.join(map(str, choice.template))}>"),
         (*blocks, splits),
         (choice.threads,),
         [x, weight, bias, y, partials, device.counters if splits > 1 else None, *sizes],
         shared_bytes=choice.shared_bytes,
     )
+
+
+def num_splits(choice: Tiles | Wgmma, num_tokens: int, out_features: int, in_features: int, num_sms: int) -> int:
+    """Parts of in_features: as many as give every SM its blocks, none shorter than the stages."""
+    blocks = ceil_div(num_tokens, choice.tokens) * ceil_div(out_features, choice.rows)
+    return max(1, min(choice.blocks_per_sm * num_sms // blocks, ceil_div(in_features, STEP) // choice.stages))

@@ -21,16 +21,19 @@ from conformance.memory import DTYPES
 from conformance.tolerance import RULE
 from engine.errors import KernelError
 from engine.kernels.activation import gate_up_act
+from engine.kernels.device import Instance
 from engine.kernels.linear import (
     CHOICES,
     MIN_STAGES,
     Skinny,
     Tiles,
+    Wgmma,
     choose,
     launch,
     linear,
     linear_gate_up_act,
     logits,
+    num_splits,
 )
 from engine.weights import LinearWeight
 from ref.linear import linear as ref_linear
@@ -138,7 +141,7 @@ def test_float32_out(choice: Choice) -> None:
 def test_the_last_split_adds_up_in_one_order() -> None:
     """Whichever block of a tile comes last, the bits are the same."""
     given = normal(LONG[0], "bfloat16")
-    assert SPLIT.splits(5, 36, 1048, device().num_sms) > 3
+    assert num_splits(SPLIT, 5, 36, 1048, device().num_sms) > 3
     first = run(device(), SPLIT, **given, dtype=np.float32)
     for seed in range(4):
         assert np.array_equal(run(device(("random", seed)), SPLIT, **given, dtype=np.float32), first)
@@ -161,9 +164,22 @@ def test_choices_fit_the_smallest_gpus(num_tokens: int, out_features: int) -> No
         assert choice.stages >= MIN_STAGES
         copied_rows = choice.threads // 8
         assert choice.tokens % copied_rows == choice.rows % copied_rows == 0
-    elif choice is not None:
+    elif isinstance(choice, Skinny):
         assert num_tokens <= 32
         assert choice.warps <= 32
+
+
+@pytest.mark.parametrize(("num_tokens", "out_features", "splits"), [(100, 4096, 8), (64, 6144, 5), (300, 128256, 1)])
+def test_what_only_hopper_has(num_tokens: int, out_features: int, splits: int) -> None:
+    """Its grid and its workspace, on a device that launches nothing; another GPU is never given it."""
+    hopper = Notes(num_sms=132, max_shared_bytes=227 << 10, has_wgmma=True)
+    x, weight, y = (np.zeros(shape, DTYPES["bfloat16"]) for shape in ((num_tokens, 64), (1, 4096), (1, 1)))
+    x, weight = np.broadcast_to(x[:, :1], (num_tokens, 4096)), np.broadcast_to(weight, (out_features, 4096))
+    choice = Wgmma(128, 2, 4, blocks_per_sm=2)
+    assert num_splits(choice, num_tokens, out_features, 4096, hopper.num_sms) == splits
+    launch(choice, x, weight, None, y, hopper)
+    assert list(hopper.instances) == [Instance("linear_tiles_sm90", "linear_tiles_sm90<bf16, bf16, kNone, 128, 2, 4>")]
+    assert not isinstance(choose(x, out_features, Notes()), Wgmma)
 
 
 def test_choices_are_in_order() -> None:

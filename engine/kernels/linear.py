@@ -1,7 +1,7 @@
 """Dense linear layers on a GPU: kernels of ours for few tokens, the vendor's library for many. Defined by ref.linear.
 
 cuda/linear.cu streams the weights straight into registers; cuda/linear_tiles.cu, and on Hopper linear_tiles_sm90.cu,
-take them and the tokens through shared memory. Which of them, and with which sizes, is a table of measurements (CHOICES).
+take them and the tokens through shared memory. Which of them, with which sizes, is a table of measurements (CHOICES).
 """
 
 from __future__ import annotations

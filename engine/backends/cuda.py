@@ -77,7 +77,7 @@ class CudaBackend:
         before = pool.total_bytes()
         trial = MemoryPlan(weights.num_bytes, block_bytes, 0, 1, block_size, num_positions)
         forward = self._forward(limits, model, OneRank(self.ops), self.make_cache(model, trial), num_positions)
-        hidden = forward.try_largest()
+        hidden = forward.try_prompt(limits.max_num_batched_tokens)
         model.logits(hidden[: max(limits.max_num_seqs, PROMPT_LOGPROB_ROWS)])
         self._stream.synchronize()
         workspace = pool.total_bytes() - before
@@ -103,6 +103,9 @@ class CudaBackend:
         self, limits: StepLimits, model: Model, comm: OneRank, cache: KVCache, rope: RopeTable, num_positions: int
     ) -> Forward:
         forward = self._forward(limits, model, comm, cache, num_positions, rope)
+        for num_tokens in (*range(1, 33), *range(40, 257, 8)):  # a linear layer's kernel goes by the number of rows
+            if num_tokens <= limits.max_num_batched_tokens:
+                model.logits(forward.try_prompt(num_tokens))
         forward.capture(graph_sizes(limits.max_num_seqs))
         return forward
 

@@ -52,7 +52,7 @@ class GpuForward:
         table_width: int,
     ) -> None:
         self._model, self._comm, self._cache, self._rope, self._gpu = model, comm, cache, rope, gpu
-        self._max_num_tokens, self._table_width = max_num_tokens, table_width
+        self._table_width = table_width
         norms: list[Norm] = [piece.norm for piece in model.pieces] + [model.final_norm]
         self._first_norm, self._next_norms = norms[0], norms[1:]
         self._rope_table = cupy.asarray(rope.table)
@@ -79,20 +79,24 @@ class GpuForward:
                 self._graphs[size] = (graph, hidden)
         stream.synchronize()
 
-    def try_largest(self) -> Array:
-        """Hidden states of the largest prompt step there can be, of a sequence that has no block: takes the memory."""
-        size = self._max_num_tokens
-        zeros = np.zeros(1, np.int32)
+    def try_prompt(self, size: int) -> Array:
+        """Hidden states of prompts of so many tokens in all, whose keys go nowhere and are looked for in block 0.
+
+        What a step of this size takes, memory and kernels, is taken by it.
+        """
+        longest = self._table_width * self._cache.block_size
+        lens = np.full(-(-size // longest), longest, np.int32)
+        lens[-1] -= lens.sum() - size
         batch = ForwardBatch(
             token_ids=np.zeros(size, np.int32),
             positions=np.zeros(size, np.int32),
-            cu_seqlens_q=np.array([0, size], np.int32),
-            seq_lens=zeros,
+            cu_seqlens_q=np.concatenate([[0], np.cumsum(lens)]).astype(np.int32),
+            seq_lens=lens,
             slot_mapping=np.full(size, -1, np.int32),
-            block_table=np.full((1, 1), -1, np.int32),
-            logits_indices=zeros,
+            block_table=np.zeros((len(lens), self._table_width), np.int32),
+            logits_indices=np.zeros(len(lens), np.int32),
             rope_cos_sin=NO_ROWS,
-            two_way_lens=zeros,
+            two_way_lens=np.zeros(len(lens), np.int32),
             num_decodes=0,
         )
         return self._run(self._upload(batch, None))

@@ -9,7 +9,7 @@
 // template   none
 // sums       integers (weights in fixed point), so every order of them gives the same bits
 // launcher   greedy: grid (num_parts, num_rows), block whole warps; best and num_done [num_rows] are 0 before the first
-//            launch and are left so. sample_rows: grid num_rows, block whole warps, 1024 at most
+//            launch and are left so. sample_rows: grid num_rows, block 2 to 32 whole warps; vocab_size < 2^20
 #include "ptx.cuh"
 #include "ranked_row.cuh"
 

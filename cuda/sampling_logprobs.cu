@@ -6,7 +6,7 @@
 // a block    a row, as a whole
 // template   none
 // sums       integers (weights in fixed point), so every order of them gives the same bits
-// launcher   grid num_wanted, block whole warps; num_top ≤ vocab_size; the best logit of each row is finite
+// launcher   grid num_wanted, block 2 to 32 whole warps; num_top ≤ vocab_size; the best logit of each row is finite
 #include "ptx.cuh"
 #include "ranked_row.cuh"
 

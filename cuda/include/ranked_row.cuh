@@ -235,7 +235,8 @@ __device__ __forceinline__ Head find_head(const Row& row, unsigned lowest, u64 m
 
 // Which id of the kept ones is it at which a running sum in the order of ids passes a number? Tokens above the cut count
 // by their mass (if kMass, and if at least min_weight; 0 otherwise), those kept at it by equal_mass. The number is
-// `target`, or if kMass the share fraction / 2^24 of the whole.
+// `target`, or if kMass the share fraction / 2^24 of the whole. The block has at least 2 warps: each round splits a range
+// among them.
 template <bool kMass>
 __device__ __forceinline__ int find_id(const Row& row, Cut cut, float min_weight, u64 equal_mass, unsigned fraction,
                                        u64 target, RankShared& shared) {

@@ -33,7 +33,7 @@ class KernelSampling:
 
     Args:
         max_num_rows: rows of logits at most.
-        row_threads: threads of a block that owns a row, whole warps.
+        row_threads: threads of a block that owns a row, 2 to 32 whole warps.
     """
 
     def __init__(self, device: Device, max_num_rows: int, row_threads: int = ROW_THREADS) -> None:

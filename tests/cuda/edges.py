@@ -61,8 +61,15 @@ def the_norm_reads_the_rounded_sum(ops: OpTable) -> list[str]:
     return [f"{name} is {v}" for name, v, right in (("y", y, 0), ("sum", new_residual, 256)) if not (v == right).all()]
 
 
+def each_head_has_its_bias(ops: OpTable) -> list[str]:
+    """A head of equal numbers norms to 0, so its bias is left."""
+    bias = np.arange(24).reshape(3, 8).astype(BF16)
+    y = ops.layernorm(np.ones((2, 3, 8), BF16), np.ones((3, 8), BF16), bias, 1e-5)
+    return [] if (y == bias).all() else [f"found {y}"]
+
+
 EDGES: dict[str, tuple[Callable[[OpTable], list[str]], ...]] = {  # by stem
     "embedding": (ids_outside_the_table, a_row_past_31_bits),
-    "layernorm": (the_norm_reads_the_rounded_sum,),
+    "layernorm": (the_norm_reads_the_rounded_sum, each_head_has_its_bias),
     "rope": (a_slot_past_31_bits,),
 }

@@ -2,7 +2,9 @@
 
 python -m conformance --target golden|cpu|host|gpu [--op STEM] [--case NAME] [--seed N] [--json FILE] [--junit FILE]
 python -m conformance --target host|gpu --list           what would run, and what has no kernel
-python -m conformance --target host [--schedule in_step|greedy|random] [--sanitizer address|thread] …
+python -m conformance --target host [--schedule in_step|greedy|random] [--sanitizer address|thread] [--quick] …
+python -m conformance --target gpu [--portable] [--quick] …
+python -m conformance export DIR [--target host|gpu] [--op STEM] [--case NAME] [--seed N]   cases as files
 python -m conformance --layers DIR [--ids 1,2,3] [--seed N]   the engine and ref layer by layer
 python -m conformance --exercises                       lists the exercises of ref/EXERCISES.md
 python -m conformance --exercise N --impl FILE.py:function [--case NAME] [--seed N]
@@ -20,24 +22,26 @@ from pathlib import Path
 from conformance.case import Case, Result
 from conformance.check import check
 from conformance.exercises import exercise_lines, list_lines, task_lines
+from conformance.export import export
 from conformance.host import SCHEDULES
 from conformance.host_build import SANITIZERS, BuildError
 from conformance.layers import compare_layers, prompt_for
 from conformance.machines import Machine, MachineMissing, gpu_machine, host_machine
 from conformance.memory import NumpyMemory
 from conformance.report import junit, report
-from conformance.suite import NO_KERNEL, TARGETS, cases, left_out, rerun_command, target_ops
+from conformance.suite import NO_KERNEL, TARGETS, cases, left_out, quick, rerun_command, target_ops
 from engine.errors import GlintError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, 1 if a case failed, 2 if there was nothing to run or nothing to run it on."""
-    args = _parse(arguments)
+    args = _parse(sys.argv[1:] if arguments is None else arguments)
     if args.exercises or args.exercise is not None:
         return _exercise(args)
     if args.layers is not None:
         return _layers(args)
     chosen = _choose(cases(args.target), args.op, args.case)
+    chosen = quick(chosen) if args.quick else chosen
     if not chosen:
         stems = ", ".join(dict.fromkeys(case.stem for case in cases(args.target)))
         print(
@@ -48,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if args.list:
         return _list(args, chosen)
+    if args.export is not None:
+        print(f"{export(chosen, args.export, args.seed)} cases written to {args.export}")
+        return 0
     try:
         machine = _machine(args, [case for case in chosen if args.target not in case.skip])
     except (MachineMissing, BuildError, GlintError) as error:
@@ -60,7 +67,7 @@ def _machine(args: argparse.Namespace, chosen: Sequence[Case]) -> Machine:
     if args.target == "host":
         return host_machine(chosen, schedule=args.schedule, seed=args.seed, sanitizer=args.sanitizer)
     if args.target == "gpu":
-        return gpu_machine(chosen)
+        return gpu_machine(chosen, args.portable)
     return Machine(target_ops(args.target), NumpyMemory())
 
 
@@ -94,7 +101,10 @@ def _run_all(args: argparse.Namespace, chosen: Sequence[Case], machine: Machine)
     return 1 if num_failed else 0
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    if arguments and arguments[0] == "export":  # a command of its own, of the cases of the kernels
+        target = [] if "--target" in arguments else ["--target", "host"]
+        arguments = ["--export", *arguments[1:], *target]
     parser = argparse.ArgumentParser(prog="python -m conformance", description="Kernels and their twins against ref.")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--target", choices=TARGETS)
@@ -103,6 +113,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--exercise", type=int, metavar="N", help="check a solution of exercise N; without --impl, its task"
     )
     what.add_argument("--layers", type=Path, metavar="DIR", help="compare the engine with ref on this checkpoint")
+    parser.add_argument("--export", type=Path, metavar="DIR", help=argparse.SUPPRESS)
     parser.add_argument("--ids", help="of --layers: token ids with commas between them (default: random ones)")
     parser.add_argument("--impl", metavar="FILE.py:function", help="the solution; module:function will do too")
     parser.add_argument("--op", metavar="STEM", help="only cases of this stem, such as attention")
@@ -120,6 +131,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         choices=[name for name in SANITIZERS if name],
         default="",
         help="of --target host: watch every launch (slow: give --op or --case too)",
+    )
+    parser.add_argument("--quick", action="store_true", help="a few cases of every op, each run once: for a sanitizer")
+    parser.add_argument(
+        "--portable", action="store_true", help="of --target gpu: only kernels that every supported GPU can run"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write them as JUnit's XML")
@@ -172,7 +187,7 @@ def _run(args: argparse.Namespace, case: Case, machine: Machine) -> Result:
         reason = case.skip[args.target]
         print(f"{case.stem} {case.name} - - skip({reason})", flush=True)
         return Result(case.stem, case.name, "skip", 0.0, 0.0, (reason,))
-    result = check(case, machine.ops, args.seed, machine.memory, repeats=not args.sanitizer)
+    result = check(case, machine.ops, args.seed, machine.memory, repeats=not (args.sanitizer or args.quick))
     print(f"{case.stem} {case.name} {result.error:.3g} {result.tolerance:.3g} {result.status}", flush=True)
     for problem in result.problems:
         print(f"    {problem}")

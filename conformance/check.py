@@ -38,9 +38,7 @@ def check(case: Case, ops: OpTable, seed: int = 0, memory: Memory | None = None,
 
 def _check(case: Case, ops: OpTable, seed: int, memory: Memory, repeats: bool) -> Result:
     inputs = stored_inputs(case, seed)
-    storage = {"storage": case.storage} if case.storages else {}
-    truth = case.reference(**in_dtype(inputs, np.dtype(np.float64)), **dict.fromkeys(storage))
-    yardstick = _yardstick(case, case.reference(**in_dtype(inputs, compute_dtype(case)), **storage))
+    truth, yardstick = run_reference(case, inputs)
     try:
         outputs, problems = _run(case, ops, memory, inputs, 0)
         comparisons = [_compare_output(name, outputs, truth, yardstick, case) for name in truth | outputs]
@@ -52,6 +50,13 @@ def _check(case: Case, ops: OpTable, seed: int, memory: Memory, repeats: bool) -
         problems = [f"raised {type(error).__name__}: {error}"]
     worst = max(comparisons, key=lambda comparison: comparison.share)
     return Result(case.stem, case.name, "FAIL" if problems else "ok", worst.error, worst.limit, tuple(problems))
+
+
+def run_reference(case: Case, inputs: Inputs) -> tuple[Outputs, Outputs]:
+    """Truth, which is ref in float64, and yardstick, which is ref in the storage type."""
+    storage = {"storage": case.storage} if case.storages else {}
+    truth = case.reference(**in_dtype(inputs, np.dtype(np.float64)), **dict.fromkeys(storage))
+    return truth, _yardstick(case, case.reference(**in_dtype(inputs, compute_dtype(case)), **storage))
 
 
 def stored_inputs(case: Case, seed: int) -> Inputs:
@@ -107,6 +112,11 @@ def stored_dtype(case: Case, name: str) -> np.dtype[Any]:
     return np.dtype(np.float32) if name in case.wide else DTYPES.get(case.storage, compute_dtype(case))
 
 
+def judged_as(case: Case, name: str) -> str:
+    """The storage type whose roundings an output of this name may have."""
+    return "float32" if name in case.wide else case.storage
+
+
 def _compare_output(name: str, outputs: Outputs, truth: Outputs, yardstick: Outputs, case: Case) -> Comparison:
     if name not in outputs or name not in truth:
         return Comparison(np.inf, 0.0, f"output {name} is {'missing' if name in truth else 'not one of ref'}")
@@ -118,8 +128,7 @@ def _compare_output(name: str, outputs: Outputs, truth: Outputs, yardstick: Outp
         actual = actual.astype(compute_dtype(case))
     elif case.undecided is not None and actual.shape == truth[name].shape:
         actual = np.where(truth[name] == case.undecided, truth[name], actual)
-    storage = "float32" if name in case.wide else case.storage
-    result = compare(actual, truth[name], yardstick[name], case.tolerance, storage)
+    result = compare(actual, truth[name], yardstick[name], case.tolerance, judged_as(case, name))
     return Comparison(result.error, result.limit, f"output {name} {result.problem}" if result.problem else "")
 
 

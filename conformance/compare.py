@@ -71,10 +71,7 @@ def compare(actual: Array, truth: Array, yardstick: Array, tolerance: Tolerance,
     errors, yardstick_errors = elementwise_error(actual, truth), elementwise_error(yardstick, truth)
     if not np.isfinite(yardstick_errors).all():
         return Comparison(np.inf, 0.0, f"cannot be judged: ref in {storage} is not finite where it is in float64")
-    limit = worst_limit = 0.0
-    if np.issubdtype(truth.dtype, np.floating):
-        limit = tolerance.limit(_root_mean_square(yardstick_errors), storage)
-        worst_limit = WORST_FACTOR * tolerance.limit(float(yardstick_errors.max()), storage)
+    limit, worst_limit = error_limits(truth, yardstick, tolerance, storage)
     overall = Comparison(_root_mean_square(errors), limit)
     worst = Comparison(float(errors.max()), worst_limit)
     found = max(overall, worst, key=lambda comparison: comparison.share)
@@ -89,6 +86,15 @@ def compare(actual: Array, truth: Array, yardstick: Array, tolerance: Tolerance,
         f"themselves; the worst, at {[int(i) for i in place]}, is {actual[place]!s} where {truth[place]!s} is right: "
         f"error {worst.error:.3g}, limit {worst_limit:.3g}",
     )
+
+
+def error_limits(truth: Array, yardstick: Array, tolerance: Tolerance, storage: str) -> tuple[float, float]:
+    """The largest root mean square, and the largest single one, of the errors of an answer; 0 for integers."""
+    if truth.size == 0 or not np.issubdtype(truth.dtype, np.floating):
+        return 0.0, 0.0
+    errors = elementwise_error(yardstick, truth)
+    limit = tolerance.limit(_root_mean_square(errors), storage)
+    return limit, WORST_FACTOR * tolerance.limit(float(errors.max()), storage)
 
 
 def _compare_norms(actual: Array, truth: Array, limit: float) -> Comparison:

@@ -51,16 +51,16 @@ class LikeStore:
 
     def full(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Of NaN, for a cache."""
-        return self._namespace.asarray(np.full(shape, np.nan, dtype))
+        return self._namespace.asarray(np.full(shape, np.nan, np.float32)).astype(dtype)
 
     def read(self, tensor: StoredTensor, target: Array) -> None:
         stored = np.empty(target.shape, np.float32)
         read_into(tensor, stored)
-        target[...] = self._namespace.asarray(stored.astype(self.dtype))
+        target[...] = self._namespace.asarray(stored).astype(self.dtype)
 
     def fill_normally(self, array: Array, seed: tuple[int, int], std: float) -> None:
         values = np.random.default_rng(seed).standard_normal(array.shape, np.float32) * np.float32(std)
-        array[...] = self._namespace.asarray(values.astype(self.dtype))
+        array[...] = self._namespace.asarray(values).astype(self.dtype)
 
 
 def make_runner(
@@ -85,7 +85,7 @@ def make_runner(
     cache = make_kv_cache(model.cache_specs, num_blocks, BLOCK_SIZE, store.dtype, store.full)
     rope = RopeTable(config.rope, config.rotary_dim, max(map(len, prompts)))
     sampler = Sampler(config.vocab_size, 1, ops.sampling)
-    forward = EagerForward(model, make_comm(ops), cache, rope)
+    forward = EagerForward(model, make_comm(ops), cache, rope, len(prompts))
     return ModelRunner(model, forward, cache, rope, sampler, ops.sampling)
 
 

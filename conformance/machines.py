@@ -17,6 +17,7 @@ import numpy as np
 
 from conformance.case import Case
 from conformance.check import is_floating, stored_dtype, stored_inputs
+from conformance.host import MAX_SHARED_BYTES
 from conformance.host_build import CUDA
 from conformance.host_device import HostDevice, Notes
 from conformance.memory import BorderedDevice, DeviceMemory, Memory, NumpyMemory, host_view
@@ -67,9 +68,11 @@ def host_machine(cases: Sequence[Case], **options: Any) -> Machine:
     return Machine(_ops(device, HOST_ROW_THREADS), memory, {}, kernels)
 
 
-def gpu_machine(cases: Sequence[Case]) -> Machine:
+def gpu_machine(cases: Sequence[Case], portable: bool = False) -> Machine:
     """The kernels on the GPU that CuPy calls the current one.
 
+    Args:
+        portable: those that every supported GPU runs, with the shared memory that every one of them has.
     Raises:
         MachineMissing: no CuPy, or no GPU that it can use.
         KernelError: a kernel does not compile.
@@ -77,9 +80,14 @@ def gpu_machine(cases: Sequence[Case]) -> Machine:
     cupy = _cupy()
     compiler = importlib.import_module("engine.kernels.compile")
     gpu = importlib.import_module("engine.kernels.gpu").Gpu(cache_dir() / "kernels")
+    if portable:
+        gpu.has_wgmma, gpu.max_shared_bytes = False, MAX_SHARED_BYTES
     kernels = kernels_of(cases, gpu)
     compiler.compile_all(list(kernels), gpu.arch, cache_dir() / "kernels")
     device = BorderedDevice(gpu)
+
+    def to_device(array: Any) -> Any:
+        return cupy.asarray(array.view(np.uint16)).view(array.dtype) if array.itemsize == 2 else cupy.asarray(array)
 
     def to_host(array: Any) -> Any:
         halves = array.dtype.itemsize == 2
@@ -95,7 +103,7 @@ def gpu_machine(cases: Sequence[Case]) -> Machine:
         "cuda": str(cupy.cuda.runtime.runtimeGetVersion()),
         "cupy": cupy.__version__,
     }
-    return Machine(_ops(device), DeviceMemory(device, cupy.asarray, to_host, view), about, kernels)
+    return Machine(_ops(device), DeviceMemory(device, to_device, to_host, view), about, kernels)
 
 
 def _ops(device: Device, row_threads: int = ROW_THREADS) -> OpTable:

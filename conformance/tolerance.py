@@ -13,11 +13,13 @@ The largest error of any one element is held to WORST_FACTOR times the same boun
 A root mean square over many elements is a steady number, the largest of them is luck: over a dozen seeds of every case
 two programs of the same quality differ in it by up to 3.9, and 2 × 4 = 8 is twice that.
 
-The floor is FLOOR_ROUNDINGS units of roundoff. It matters where ref is exact, or nearly, by luck: a softmax over one
-key, a sum of one product. There a candidate may still round where ref does not: a scale that is folded into an operand
-(1), a reciprocal and a product in place of a division (2), a stored partial result (1), the storing of the answer (1);
-8 leaves room for three more. Faults of logic (a wrong mask, head, slot, scale) stand at 1e-3 and above, a thousand
-times the floor of float32; the mutants of tests/conformance/test_the_tests.py are the proof.
+The floor is FLOOR_ROUNDINGS units of roundoff of the type that is computed in, float32 or wider. It matters where ref
+is exact, or nearly, by luck: a softmax over one key, a sum of one product. There a candidate may still round where ref
+does not: a scale that is folded into an operand (1), a reciprocal and a product in place of a division (2), a stored
+partial result (1), the storing of the answer (1); 8 leaves room for three more. Faults of logic (a wrong mask, head,
+slot, scale) stand at 1e-3 and above, a thousand times the floor of float32; the mutants of
+tests/conformance/test_the_tests.py are the proof. With 16-bit storage STORED_ROUNDINGS units of roundoff of that type
+are added: an op rounds to it once, at its end, and may do so where ref happens to be exact.
 
 Subnormals: NVRTC as CuPy calls it flushes them to zero, NumPy does not. compare divides by at least SMALLEST_NORMAL,
 so that a flushed value is off by at most 1 there; ref answers with such values only where whole rows of its output
@@ -31,6 +33,7 @@ from dataclasses import dataclass
 FACTOR = 2.0
 WORST_FACTOR = 4.0
 FLOOR_ROUNDINGS = 8.0
+STORED_ROUNDINGS = 1.0
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 SMALLEST_NORMAL = 2.0**-126  # of float32 and bfloat16
 MIN_REASON_WORDS = 5
@@ -47,20 +50,31 @@ class Tolerance:
     factor: float = FACTOR
     floor_roundings: float = FLOOR_ROUNDINGS
     reason: str = ""  # why it is not the rule
+    stored_roundings: float = STORED_ROUNDINGS
     norm: float | None = None  # in place of the rule: the largest ‖candidate − truth‖ / ‖truth‖ over a whole output
 
     def __post_init__(self) -> None:
-        is_rule = (self.factor, self.floor_roundings, self.norm) == (FACTOR, FLOOR_ROUNDINGS, None)
+        rule = (FACTOR, FLOOR_ROUNDINGS, STORED_ROUNDINGS, None)
+        is_rule = (self.factor, self.floor_roundings, self.stored_roundings, self.norm) == rule
         if not is_rule and len(self.reason.split()) < MIN_REASON_WORDS:
             raise ValueError(f"a tolerance that is not the rule needs a reason in words, found {self.reason!r}")
 
     def limit(self, yardstick_error: float, storage: str) -> float:
         """The largest error that passes, given that of ref run in the storage type."""
-        return self.factor * yardstick_error + self.floor_roundings * UNIT_ROUNDOFF[storage]
+        computed = "float64" if storage == "float64" else "float32"
+        floor = self.floor_roundings * UNIT_ROUNDOFF[computed]
+        if storage not in ("float64", "float32"):
+            floor += self.stored_roundings * UNIT_ROUNDOFF[storage]
+        return self.factor * yardstick_error + floor
 
 
 RULE = Tolerance()
-EXACT = Tolerance(0.0, 0.0, "the operation only moves values and computes nothing, so every bit must arrive")
+EXACT = Tolerance(
+    0.0,
+    0.0,
+    "the operation only moves values and computes nothing, so every bit must arrive",
+    stored_roundings=0.0,
+)
 GOLDEN = Tolerance(
     4.0,
     FLOOR_ROUNDINGS,

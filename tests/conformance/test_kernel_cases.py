@@ -47,7 +47,7 @@ def test_case(case: Case, machine: Machine) -> None:
 
 def test_what_has_no_kernel() -> None:
     """By stem, so that none can fall silent unseen."""
-    stems = {"mla", "moe", "moe_routing", "attention_biased", "rope_table"}
+    stems = {"mla", "moe", "moe_routing", "attention_biased"}
     assert {case.stem for case in left_out("host")} == stems
 
 

@@ -29,5 +29,7 @@ def test_cases_use_tolerances_of_the_one_file() -> None:
 
 def test_limit() -> None:
     assert RULE.limit(1e-3, "float32") == 2e-3 + 8 * 2.0**-24
-    assert RULE.limit(0.0, "bfloat16") == 8 * 2.0**-8
+    assert RULE.limit(0.0, "bfloat16") == 2.0**-8 + 8 * 2.0**-24
+    assert RULE.limit(1e-3, "float16") == 2e-3 + 2.0**-11 + 8 * 2.0**-24
+    assert tolerance.EXACT.limit(1e-3, "bfloat16") == 0.0
     assert tolerance.EXACT.limit(1e-3, "float32") == 0.0

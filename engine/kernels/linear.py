@@ -97,16 +97,34 @@ class Wgmma:
 
 Choice = Skinny | Tiles | Wgmma | None  # None: the vendor's library
 
-# (most tokens, most rows of the weight per SM, what is best up to there); the first line that fits, and that the GPU
-# can run, holds.
+ANY = float("inf")
+
+# (most tokens, most KiB of the weight per SM, what is best up to there), as measured on an H200 over the shapes of an
+# 8B model; the first line that fits, and that the GPU can run, holds.
 CHOICES: tuple[tuple[int, float, Choice], ...] = (
-    (8, 80, Skinny(1, 4, 8, prefetch=4)),
-    (8, float("inf"), Skinny(2, 4, 4)),
-    (16, 80, Tiles(1, 1, 1, 4, 6, blocks_per_sm=3)),
-    (16, float("inf"), Tiles(1, 2, 1, 4, 6)),
-    (32, 80, Tiles(2, 1, 1, 4, 5, blocks_per_sm=3)),
-    (32, float("inf"), Tiles(2, 2, 1, 4, 5)),
-    (64, float("inf"), Tiles(4, 2, 1, 4, 4, blocks_per_sm=2)),
+    (8, 320, Skinny(1, 2, 16)),
+    (8, 640, Skinny(1, 4, 8)),
+    (8, 1280, Tiles(1, 1, 1, 4, 11, blocks_per_sm=2)),
+    (8, 4000, None),
+    (8, ANY, Tiles(1, 1, 1, 4, 7)),
+    (16, 320, Tiles(1, 1, 1, 4, 11, blocks_per_sm=2)),
+    (16, 640, Tiles(1, 1, 1, 2, 12, blocks_per_sm=3)),
+    (16, 1280, Tiles(1, 1, 1, 4, 11, blocks_per_sm=2)),
+    (16, 4000, None),
+    (16, ANY, Tiles(1, 1, 1, 4, 7)),
+    (32, 320, Tiles(2, 1, 1, 4, 7, blocks_per_sm=2)),
+    (32, 640, None),
+    (32, 1280, Tiles(2, 1, 1, 4, 7, blocks_per_sm=2)),
+    (32, 4000, None),
+    (32, ANY, Wgmma(64, 2, 8)),
+    (32, ANY, Tiles(2, 2, 1, 4, 4)),
+    (64, 640, None),
+    (64, 1280, Wgmma(64, 1, 10)),
+    (64, 1280, None),
+    (64, 4000, Wgmma(64, 2, 8)),
+    (64, 4000, None),
+    (64, ANY, Wgmma(64, 4, 5)),
+    (64, ANY, Tiles(4, 2, 1, 4, 4)),
 )
 
 
@@ -162,10 +180,11 @@ def choose(x: Array, out_features: int, device: Device) -> Choice:
     """
     if x.dtype.name == "float32" or x.shape[1] % 8 or int(stride(x)) % 8:
         return None
-    for most_tokens, most_rows, choice in CHOICES:
+    size = 2 * out_features * x.shape[1] / 1024 / device.num_sms
+    for most_tokens, most_size, choice in CHOICES:
         if isinstance(choice, Wgmma) and not device.has_wgmma:
             continue
-        if x.shape[0] <= most_tokens and out_features <= most_rows * device.num_sms:
+        if x.shape[0] <= most_tokens and size <= most_size:
             return fitting(choice, device.max_shared_bytes) if isinstance(choice, Tiles) else choice
     return None
 

@@ -40,7 +40,10 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     Raises:
         ValueError: names the key that is missing or cannot be honoured.
     """
-    family = family_of((config.get("architectures") or ["none"])[0])
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or len(architectures) != 1:
+        raise ValueError(f"config.json: architectures must be a list of one name, found {architectures!r}")
+    family = family_of(str(architectures[0]))
     if config.get("quantization_config") is not None:
         parse_quantization_config(config["quantization_config"])  # refuses what cannot be read, before it is read
     return family.read(config)

@@ -139,7 +139,8 @@ class Fields:
 
     def _follows(self, key: str) -> bool:
         """Whether the file gives no such size, and the family's row says that it need not."""
-        return self.value(key) is None and self.name(key) in self.defaults
+        name = self.name(key)
+        return self.value(key) is None and name in self.defaults and self.defaults[name] is None
 
     def token_ids(self, key: str, vocab_size: int) -> list[int]:
         """An id, a list of ids or null; all inside the vocabulary."""

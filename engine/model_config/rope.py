@@ -86,8 +86,8 @@ def _yarn(fields: Fields, values: Mapping[str, Any], factor: float, theta: float
         key: default if values.get(key) is None else _number(fields, values, key, "yarn")
         for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
     }
-    if betas["beta_fast"] <= betas["beta_slow"]:
-        fields.problem(f"beta_fast ({betas['beta_fast']:g}) must be above beta_slow ({betas['beta_slow']:g})")
+    if betas["beta_fast"] < betas["beta_slow"]:
+        fields.problem(f"beta_fast ({betas['beta_fast']:g}) must be at least beta_slow ({betas['beta_slow']:g})")
     if theta <= 1:
         fields.problem(f"rope_theta must be above 1 with rope_type 'yarn', found {theta:g}")
     truncate = True if values.get("truncate") is None else values["truncate"]

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from ref.layernorm import layernorm
 from ref.model.blocks import gated_mlp, gqa_shapes, lm_head, mlp_shapes
 from ref.model.cache import Cache
-from ref.model.fields import Config, ModelConfig, common_fields, number, one_of
+from ref.model.fields import Config, ModelConfig, common_fields, flag, number, one_of
 from ref.model.run import Run, Shapes, Trace, Weights
 from ref.rope import rope
 
@@ -39,8 +39,8 @@ def read_command_r(config: Config) -> CommandRConfig:
     fields |= {"norm_eps": number(config, "layer_norm_eps", 1e-5), "logit_scale": number(config, "logit_scale", 0.0625)}
     return CommandRConfig(
         architecture="CohereForCausalLM",
-        attention_bias=bool(config.get("attention_bias", False)),
-        qk_norm=bool(config.get("use_qk_norm", False)),
+        attention_bias=flag(config, "attention_bias", False),
+        qk_norm=flag(config, "use_qk_norm", False),
         **fields,
     )
 

@@ -19,7 +19,7 @@ from ref.embedding import embedding
 from ref.layernorm import layernorm
 from ref.linear import linear
 from ref.model.cache import Cache
-from ref.model.fields import Config, ModelConfig, common_fields, number, one_of
+from ref.model.fields import Config, ModelConfig, common_fields, flag, number, one_of
 from ref.model.run import Run, Shapes, Trace, Weights
 
 Array = NDArray[Any]
@@ -44,8 +44,10 @@ def read_cpm1(config: Config) -> Cpm1Config:
     Raises ValueError: a key that is missing, of the wrong kind, or asks for what is not supported, by name.
     """
     for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        if config.get(key):
+        if flag(config, key, False):
             raise ValueError(f"config.json: {key} is not supported")
+    if not flag(config, "scale_attn_weights", True):
+        raise ValueError("config.json: scale_attn_weights false is not supported")
     named = {**config, **{key: config.get(name) for key, name in KEYS.items()}}
     if named["intermediate_size"] is None and isinstance(named["hidden_size"], int):
         named["intermediate_size"] = 4 * named["hidden_size"]

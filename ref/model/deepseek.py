@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from ref.model.blocks import Block, decoder, decoder_shapes, gated_mlp, mlp_shapes
 from ref.model.cache import Cache
 from ref.model.experts import MoeConfig, moe_block, moe_shapes
-from ref.model.fields import Config, integer, number, one_of
+from ref.model.fields import Config, count, flag, integer, number, one_of
 from ref.model.latent import LatentConfig, latent_attention, latent_fields, latent_shapes
 from ref.model.run import Run, Shapes, Trace, Weights
 
@@ -41,17 +41,17 @@ def read_deepseek(config: Config) -> DeepseekConfig:
     moe = v3_experts(config) if architecture == "DeepseekV3ForCausalLM" else v2_experts(config)
     return DeepseekConfig(
         architecture=architecture,
-        interleaved=bool(config.get("rope_interleave", True)),
+        interleaved=flag(config, "rope_interleave", True),
         moe=moe,
         moe_layers=expert_layers(config, fields["n_layers"]),
-        n_mtp_layers=config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0,
+        n_mtp_layers=count(config, "num_nextn_predict_layers") or count(config, "num_mtp_layers"),
         **fields,
     )
 
 
 def expert_layers(config: Config, n_layers: int) -> tuple[bool, ...]:
     """From first_k_dense_replace on, every moe_layer_freq-th layer. Raises ValueError, see integer."""
-    first, every = config.get("first_k_dense_replace", 0), integer(config, "moe_layer_freq", 1)
+    first, every = count(config, "first_k_dense_replace"), integer(config, "moe_layer_freq", 1)
     return tuple(layer >= first and layer % every == 0 for layer in range(n_layers))
 
 
@@ -60,7 +60,7 @@ def v2_experts(config: Config) -> MoeConfig:
     one_of(config, "scoring_func", ["softmax"], "softmax")
     grouped = one_of(config, "topk_method", ["greedy", "group_limited_greedy"], "greedy") == "group_limited_greedy"
     return MoeConfig(
-        renormalize=bool(config.get("norm_topk_prob", False)),
+        renormalize=flag(config, "norm_topk_prob", False),
         scaling_factor=number(config, "routed_scaling_factor", 1.0),
         n_group=integer(config, "n_group") if grouped else 1,
         topk_group=integer(config, "topk_group") if grouped else 1,
@@ -72,7 +72,7 @@ def v3_experts(config: Config) -> MoeConfig:
     """V3: sigmoid, a bias that chooses, groups by their two best. Raises ValueError, see one_of and number."""
     one_of(config, "topk_method", ["noaux_tc"], "noaux_tc")
     return MoeConfig(
-        renormalize=bool(config.get("norm_topk_prob", True)),
+        renormalize=flag(config, "norm_topk_prob", True),
         scoring=one_of(config, "scoring_func", ["sigmoid"], "sigmoid"),
         scaling_factor=number(config, "routed_scaling_factor", 2.5),
         n_group=integer(config, "n_group", 8),
@@ -90,7 +90,7 @@ def expert_sizes(config: Config) -> dict[str, Any]:
         "n_experts": integer(config, "n_routed_experts" if config.get("n_routed_experts") else "num_local_experts"),
         "top_k": integer(config, "num_experts_per_tok"),
         "intermediate_size": size,
-        "shared_intermediate_size": (config.get("n_shared_experts") or 0) * size,
+        "shared_intermediate_size": count(config, "n_shared_experts") * size,
     }
 
 

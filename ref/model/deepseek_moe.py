@@ -14,7 +14,7 @@ from ref.model.blocks import decoder, decoder_shapes, gated_mlp, gqa_attention, 
 from ref.model.cache import Cache
 from ref.model.deepseek import expert_layers, v2_experts
 from ref.model.experts import MoeConfig, moe_block, moe_shapes
-from ref.model.fields import Config, ModelConfig, common_fields, one_of
+from ref.model.fields import Config, ModelConfig, common_fields, flag, one_of
 from ref.model.run import Run, Shapes, Trace, Weights
 
 Array = NDArray[Any]
@@ -36,7 +36,7 @@ def read_deepseek_moe(config: Config) -> DeepseekMoeConfig:
     fields = common_fields(config)
     return DeepseekMoeConfig(
         architecture="DeepseekForCausalLM",
-        attention_bias=bool(config.get("attention_bias", False)),
+        attention_bias=flag(config, "attention_bias", False),
         moe=v2_experts(config),
         moe_layers=expert_layers(config, fields["n_layers"]),
         **fields,

@@ -42,6 +42,17 @@ class MoeConfig:
     shared_gate: bool = False  # shared_expert_gate, through a sigmoid
     names: tuple[str, str, str] = GATE_UP_DOWN
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for numbers that cannot stand together, in the words of config.json."""
+        if self.n_experts % self.n_group:
+            raise ValueError(f"config.json: n_group {self.n_group} must divide the {self.n_experts} experts")
+        if self.topk_group > self.n_group:
+            raise ValueError(f"config.json: topk_group {self.topk_group} must be at most n_group {self.n_group}")
+        if self.top_k > (reach := self.n_experts // self.n_group * self.topk_group):
+            raise ValueError(
+                f"config.json: num_experts_per_tok {self.top_k} must be at most {reach}, so many can be chosen"
+            )
+
 
 def moe_block(moe: MoeConfig, run: Run, key: str, hidden: Array) -> Array:
     """Σ over the chosen experts of weight · mlp(x), plus the shared expert.

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ref.mla import mla_sm_scale
 from ref.mla_latent import mla_latent, mla_rope
 from ref.model.blocks import linear_shapes
-from ref.model.fields import Config, ModelConfig, common_fields, integer
+from ref.model.fields import Config, ModelConfig, common_fields, flag, integer
 from ref.model.run import Run, Shapes
 
 Array = NDArray[Any]
@@ -53,7 +53,7 @@ def latent_fields(config: Config, **defaults: Any) -> dict[str, Any]:
         "qk_nope_head_dim": nope,
         "qk_rope_head_dim": rotated,
         "v_head_dim": integer(config, "v_head_dim"),
-        "attention_bias": bool(config.get("attention_bias", False)),
+        "attention_bias": flag(config, "attention_bias", False),
     }
 
 

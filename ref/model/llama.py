@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ref.model.blocks import decoder, decoder_shapes, gated_mlp, gqa_attention, gqa_shapes, mlp_shapes
 from ref.model.cache import Cache
-from ref.model.fields import Config, ModelConfig, common_fields, one_of
+from ref.model.fields import Config, ModelConfig, common_fields, flag, integer, one_of
 from ref.model.run import Run, Shapes, Trace, Weights
 
 Array = NDArray[Any]
@@ -35,12 +35,12 @@ def read_llama(config: Config) -> LlamaConfig:
     one_of(config, "hidden_act", ["silu"], "silu")
     if architecture == "MistralForCausalLM":
         fields = common_fields(config, num_key_value_heads=8, max_position_embeddings=131072)
-        window = config.get("sliding_window", 4096)
+        window = None if config.get("sliding_window", 4096) is None else integer(config, "sliding_window", 4096)
         return LlamaConfig(architecture=architecture, sliding_window=window, **fields)
     return LlamaConfig(
         architecture=architecture,
-        attention_bias=bool(config.get("attention_bias", False)),
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        attention_bias=flag(config, "attention_bias", False),
+        mlp_bias=flag(config, "mlp_bias", False),
         **common_fields(config),
     )
 

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from ref.model.blocks import decoder, decoder_shapes, gated_mlp, gqa_attention, gqa_shapes, mlp_shapes
 from ref.model.cache import Cache
 from ref.model.experts import W1_W3_W2, MoeConfig, moe_block, moe_shapes
-from ref.model.fields import Config, ModelConfig, common_fields, integer, number, one_of
+from ref.model.fields import Config, ModelConfig, common_fields, flag, integer, number, one_of
 from ref.model.latent import LatentConfig, latent_attention, latent_fields, latent_shapes
 from ref.model.run import Run, Shapes, Trace, Weights
 
@@ -106,7 +106,7 @@ def read_minicpm3(config: Config) -> MiniCPM3Config:
     if config.get("v_head_dim") is None:  # as in the published MiniCPM3-4B
         config = {**config, "v_head_dim": integer(config, "hidden_size") // integer(config, "num_attention_heads")}
     fields = latent_fields(config, tie_word_embeddings=True, rms_norm_eps=1e-5) | scales(config)
-    mlp_bias = bool(config.get("mlp_bias", False))
+    mlp_bias = flag(config, "mlp_bias", False)
     return MiniCPM3Config(architecture="MiniCPM3ForCausalLM", mlp_bias=mlp_bias, **fields)
 
 

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ref.model.blocks import decoder, decoder_shapes, gated_mlp, gqa_attention, gqa_shapes, mlp_shapes
 from ref.model.cache import Cache
-from ref.model.fields import Config, ModelConfig, common_fields, integer, one_of
+from ref.model.fields import Config, ModelConfig, common_fields, flag, integer, one_of
 from ref.model.run import Run, Shapes, Trace, Weights
 
 Array = NDArray[Any]
@@ -37,7 +37,7 @@ def read_qwen(config: Config) -> QwenConfig:
     architecture = config["architectures"][0]
     one_of(config, "hidden_act", ["silu"], "silu")
     is_qwen3 = architecture == "Qwen3ForCausalLM"
-    attention_bias = bool(config.get("attention_bias", False))
+    attention_bias = flag(config, "attention_bias", False)
     fields = common_fields(config, max_position_embeddings=32768, **({"head_dim": 128} if is_qwen3 else {}))
     return QwenConfig(
         architecture=architecture,

@@ -19,7 +19,7 @@ from ref.activation import gate_up_act
 from ref.attention import logn_scale
 from ref.model.blocks import linear_shapes
 from ref.model.cache import Cache
-from ref.model.fields import Config, ModelConfig, common_fields, integer, number
+from ref.model.fields import Config, ModelConfig, common_fields, flag, integer, number
 from ref.model.run import Run, Shapes, Trace, Weights
 from ref.rope import rope
 
@@ -51,16 +51,18 @@ def read_qwen1(config: Config) -> Qwen1Config:
         raise ValueError(f"config.json: kv_channels times {n_heads} heads must be hidden_size {hidden_size}")
     if config.get("rotary_pct", 1.0) != 1.0:
         raise ValueError(f"config.json: rotary_pct must be 1, found {config['rotary_pct']!r}")
+    if not flag(config, "scale_attn_weights", True):
+        raise ValueError("config.json: scale_attn_weights false is not supported")
     seq_length = integer(config, "seq_length")
     named = {**config, "intermediate_size": width // 2, "rope_theta": number(config, "rotary_emb_base", 10000.0)}
     fields = common_fields(named, max_position_embeddings=seq_length)
     dtypes = {"bf16": "bfloat16", "fp16": "float16"}
     return Qwen1Config(
         architecture="QWenLMHeadModel",
-        bias=not config.get("no_bias", True),
+        bias=not flag(config, "no_bias", True),
         seq_length=seq_length,
-        logn=bool(config.get("use_logn_attn", True)),
-        dynamic_ntk=bool(config.get("use_dynamic_ntk", True)),
+        logn=flag(config, "use_logn_attn", True),
+        dynamic_ntk=flag(config, "use_dynamic_ntk", True),
         **fields
         | {
             "norm_eps": number(config, "layer_norm_epsilon", 1e-6),

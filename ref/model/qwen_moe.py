@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from ref.model.blocks import decoder, decoder_shapes, gated_mlp, gqa_attention, mlp_shapes
 from ref.model.cache import Cache
 from ref.model.experts import MoeConfig, moe_block, moe_shapes
-from ref.model.fields import Config, common_fields, integer, one_of
+from ref.model.fields import Config, common_fields, flag, integer, one_of
 from ref.model.qwen import LAYER_TYPES, QwenConfig, attention_shapes, windows_of
 from ref.model.run import Run, Shapes, Trace, Weights
 
@@ -35,20 +35,22 @@ def read_qwen_moe(config: Config) -> QwenMoeConfig:
     one_of(config, "hidden_act", ["silu"], "silu")
     is_qwen3 = architecture == "Qwen3MoeForCausalLM"
     fields = common_fields(config, max_position_embeddings=32768, num_key_value_heads=4 if is_qwen3 else 16)
-    attention_bias = bool(config.get("attention_bias", False)) if is_qwen3 else False
+    attention_bias = flag(config, "attention_bias", False) if is_qwen3 else False
     moe = MoeConfig(
         n_experts=integer(config, "num_experts" if config.get("num_experts") else "num_local_experts"),
         top_k=integer(config, "num_experts_per_tok", 8 if is_qwen3 else 4),
         intermediate_size=integer(config, "moe_intermediate_size"),
-        renormalize=bool(config.get("norm_topk_prob", False)),
+        renormalize=flag(config, "norm_topk_prob", False),
         shared_intermediate_size=0 if is_qwen3 else integer(config, "shared_expert_intermediate_size"),
         shared_name="shared_expert",
         shared_gate=not is_qwen3,
     )
     every, dense = integer(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise ValueError(f"config.json: mlp_only_layers must be a list of layers, found {dense!r}")
     return QwenMoeConfig(
         architecture=architecture,
-        qkv_bias=attention_bias if is_qwen3 else bool(config.get("qkv_bias", True)),
+        qkv_bias=attention_bias if is_qwen3 else flag(config, "qkv_bias", True),
         o_bias=attention_bias,
         qk_norm=is_qwen3,
         windows=_windows(config, fields["n_layers"], is_qwen3),

@@ -35,6 +35,8 @@ def parse_quantization_config(config: Mapping[str, Any]) -> QuantConfig:
     Raises:
         ValueError: names the method or key that is not supported, and those that are.
     """
+    if not isinstance(config, Mapping):
+        raise ValueError(f"quantization_config must be an object, found {config!r}")
     name = config.get("quant_method") or ("gptq" if "desc_act" in config else None)  # old GPTQ files do not say
     listed = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
     if name == "gptq":

@@ -108,6 +108,13 @@ def test_qwen1() -> None:
     assert read("qwen1", "max_position_embeddings", seq_length=48).max_position_embeddings == 48
 
 
+def test_null_for_a_size_that_follows_from_nothing_is_a_missing_size() -> None:
+    assert "num_hidden_layers is missing" in refusal("cpm_ant", num_hidden_layers=None)
+    assert "hidden_size is missing" in refusal("cpm_ant", hidden_size=None)
+    assert "n_positions is missing" in refusal("cpm1", n_positions=None)
+    assert read("cpm1", n_inner=None).intermediate_size == 4 * read("cpm1").hidden_size
+
+
 def test_qwen1_refusals() -> None:
     assert "intermediate_size (65) counts w1 and w2, so it must be even" in refusal("qwen1", intermediate_size=65)
     assert "kv_channels (16) times num_attention_heads (4) must be hidden_size" in refusal("qwen1", kv_channels=16)

@@ -58,6 +58,7 @@ def without(scaling: dict[str, Any], *keys: str) -> dict[str, Any]:
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         {**DEEPSEEK_V3, "mscale": 0.5},
+        {**DEEPSEEK_V3, "beta_fast": 1.0, "beta_slow": 1.0},  # a step in place of a slope, as a V3 of others has it
         LONGROPE,
         {**LONGROPE, "attention_factor": 1.5},
         {**LONGROPE, "factor": 32.0},
@@ -102,7 +103,7 @@ def test_krn_10_factors_of_longrope() -> None:
         ({**QWEN_YARN, "attn_factor": 1.0}, "rope_type 'yarn' does not take attn_factor"),
         ({**QWEN_YARN, "mscale": 0.7}, "mscale of rope_type 'yarn' is there alone"),
         ({**QWEN_YARN, "mscale_all_dim": 0.7}, "mscale_all_dim of rope_type 'yarn' is there alone"),
-        ({**QWEN_YARN, "beta_fast": 1, "beta_slow": 1}, "beta_fast (1) must be above beta_slow (1)"),
+        ({**QWEN_YARN, "beta_fast": 1, "beta_slow": 2}, "beta_fast (1) must be at least beta_slow (2)"),
         ({**QWEN_YARN, "beta_slow": "1"}, "beta_slow of rope_type 'yarn' must be a number, found '1'"),
         ({**QWEN_YARN, "truncate": 1}, "truncate of rope_type 'yarn' must be true or false, found 1"),
         ({**QWEN_YARN, "attention_factor": 0}, "attention_factor of rope_type 'yarn' must be finite and above 0"),

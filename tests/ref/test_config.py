@@ -1,6 +1,7 @@
 """ref.config: both forms of config.json give the same, defaults are those of transformers, the rest is refused."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,11 @@ import pytest
 from conformance.golden_models import GOLDENS, config_v5, llama_config
 from ref.config import parse_config, read_config
 from ref.model.fields import RopeConfig
+
+LLAMA3 = {
+    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 32,
+}
 
 
 @pytest.mark.parametrize("name", GOLDENS)
@@ -43,6 +49,19 @@ def test_missing_keys_take_the_defaults_of_transformers() -> None:
     assert (mistral.n_kv_heads, mistral.sliding_window, mistral.max_position_embeddings) == (8, 4096, 131072)
 
 
+def test_null_key_value_heads_are_as_many_as_heads() -> None:
+    mistral = {"architectures": ["MistralForCausalLM"], "num_attention_heads": 16}
+    assert parse_config(llama_config(num_key_value_heads=None, **mistral)).n_kv_heads == 16
+
+
+@pytest.mark.parametrize("architecture", ["CohereForCausalLM", "MixtralForCausalLM"])
+def test_a_base_in_rope_parameters_stands_above_the_default_of_the_family(architecture: str) -> None:
+    config = llama_config(architectures=[architecture])
+    del config["rope_theta"]
+    assert parse_config(config | {"rope_parameters": {"rope_theta": 12345.0}}).rope.theta == 12345.0
+    assert parse_config(config).rope.theta == {"CohereForCausalLM": 500000.0}.get(architecture, 1e6)
+
+
 def test_the_window_belongs_to_mistral_alone() -> None:
     assert parse_config(llama_config(sliding_window=8)).sliding_window is None
     mistral = {"architectures": ["MistralForCausalLM"]}
@@ -62,7 +81,26 @@ def test_dynamic_scales_from_max_position_embeddings() -> None:
         ({"rope_scaling": {"type": "linear"}}, "'linear' needs a number factor, found None"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'llama3' needs a number low_freq_factor"),
         ({"architectures": ["BertModel"]}, "architecture 'BertModel' is not supported"),
-        ({"architectures": None}, "architecture 'none'"),
+        ({"architectures": None}, "architectures must be a list of one name, found None"),
+        ({"architectures": ["LlamaForCausalLM", "Other"]}, "architectures must be a list of one name"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_type is missing beside factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.0}}, "factor must be a number, finite and above 0, found 0.0"),
+        ({"rope_scaling": {"type": "linear", "factor": math.nan}}, "factor must be .* found nan"),
+        ({"rope_scaling": [2.0]}, "rope_scaling must be an object"),
+        (
+            {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}},
+            "rope_theta is 500000.0 in one place and 10000.0",
+        ),
+        (
+            {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}},
+            "low_freq_factor 4.0 must be below high_freq_factor 4.0",
+        ),
+        ({"rope_theta": -1.0}, "rope_theta must be a number, finite and above 0, found -1.0"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number, finite and above 0, found '1e-5'"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, found 'no'"),
+        ({"attention_bias": "no"}, "attention_bias must be true or false, found 'no'"),
+        ({"num_hidden_layers": 2**40}, "num_hidden_layers must be at most 4096, found 1099511627776"),
+        ({"quantization_config": "awq"}, "quantization_config must be an object, found 'awq'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' needs a number factor, found None"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),

@@ -4,12 +4,12 @@
 // tensors    q [num_tokens, n_heads, head_dim] T, rows q_stride apart; out [num_tokens, n_heads, head_dim] T; k_cache,
 //            v_cache [num_blocks, block_size, n_kv_heads, head_dim] T; block_table [num_seqs, table_stride] int32;
 //            cu_seqlens_q [num_seqs + 1], seq_lens [num_seqs] int32. The queries of a sequence are its last tokens
-// a block    owns 128 queries of one sequence and one head. Warpgroup 0 copies: two warps keys, two warps values, tiles
-//            of kTile tokens into kStages buffers. Warpgroups 1 and 2 have 64 queries each, and take turns: while one
-//            has its products on the tensor cores, the other works on its softmax
+// a block    goes through items of 128 queries of one sequence and head. Warpgroup 0 copies: two warps keys, two warps
+//            values, tiles of kTile tokens into kStages buffers. Warpgroups 1 and 2 have 64 queries each and take turns:
+//            while one has its products on the tensor cores, the other works on its softmax
 // template   T bf16 or fp16; kHeadDim 64, 128 or 256; kTile 64 or 128; kStages
-// sums       float32; a running maximum a row, tile by tile, which may lag by a factor of 2^kSlack; p is rounded to T
-// launcher   grid (n_heads, ⌈num_tokens / 128⌉ + num_seqs), block 384, shared memory
+// sums       float32; a running maximum a row, tile by tile, which may lag (see attention_prefill.cu); p is rounded to T
+// launcher   grid: as many blocks as SMs, at most n_heads · (⌈num_tokens / 128⌉ + num_seqs); block 384; shared memory
 //            2 · kHeadDim · (128 + 2 · kStages · kTile) + 2048 bytes
 #include "ptx_sm90.cuh"
 #include "reduce.cuh"
@@ -36,6 +36,34 @@ __device__ __forceinline__ int place(int row, int unit) {
   return (unit / 8 * kCount + row) * 64 + (unit % 8 ^ row % 8) * 8;
 }
 
+// Tile of queries number `item`: head after head, tile after tile, those of a sequence from its end on, the longest work
+// first.
+struct Work {
+  int seq, head, first_row, num_queries;
+  int first_position, end, oldest;  // of the first query; of the first token behind all, and of the first that is seen
+
+  __device__ __forceinline__ bool find(int item, const int* cu_seqlens_q, const int* seq_lens, int num_seqs,
+                                       int n_heads, int window) {
+    int tile = item / n_heads;
+    head = item % n_heads;
+    for (seq = 0; seq < num_seqs; ++seq) {
+      first_row = cu_seqlens_q[seq];
+      const int q_len = cu_seqlens_q[seq + 1] - first_row, tiles = (q_len + kQueries - 1) / kQueries;
+      if (tile < tiles) {
+        const int first_query = (tiles - 1 - tile) * kQueries;
+        first_row += first_query;
+        num_queries = min(kQueries, q_len - first_query);
+        first_position = seq_lens[seq] - q_len + first_query;
+        end = first_position + num_queries;
+        oldest = window > 0 ? max(0, first_position - window + 1) : 0;
+        return true;
+      }
+      tile -= tiles;
+    }
+    return false;
+  }
+};
+
 template <typename T, int kHeadDim, int kTile, int kStages>
 __global__ void __launch_bounds__(3 * kGroup, 1)
     attention_prefill_sm90(const T* __restrict__ q, const T* __restrict__ k_cache, const T* __restrict__ v_cache,
@@ -46,7 +74,6 @@ __global__ void __launch_bounds__(3 * kGroup, 1)
   constexpr int kTileSize = kTile * kHeadDim;
   const int warpgroup = __shfl_sync(kAllLanes, threadIdx.x / kGroup, 0);  // so that the compiler knows: one a warp
   const int thread = threadIdx.x % kGroup, warp = thread / 32, lane = thread % 32;
-  const int head = blockIdx.x, kv_head = head / (n_heads / n_kv_heads);
 
   unsigned char* const shared = dynamic_shared<unsigned char>();
   T* const q_tiles = reinterpret_cast<T*>(shared + (-shared_address(shared) & 1023));
@@ -64,88 +91,85 @@ __global__ void __launch_bounds__(3 * kGroup, 1)
     }
   }
   dependency_wait();
-  int seq = 0, tile = blockIdx.y, first_row = 0, q_len = 0;
-  for (; seq < num_seqs; ++seq) {  // which sequence has this tile
-    first_row = cu_seqlens_q[seq];
-    q_len = cu_seqlens_q[seq + 1] - first_row;
-    const int tiles = (q_len + kQueries - 1) / kQueries;
-    if (tile < tiles) {
-      tile = tiles - 1 - tile;  // the longest work first
-      break;
-    }
-    tile -= tiles;
-  }
-  if (seq == num_seqs) return;
-  const int first_query = tile * kQueries, num_queries = min(kQueries, q_len - first_query);
-  const int first_position = seq_lens[seq] - q_len + first_query;
-  const int end = first_position + num_queries;  // no query sees a token from here on
-  const int oldest = window > 0 ? max(0, first_position - window + 1) : 0;  // or before this one
-  const int begin = oldest / kTile * kTile, num_tiles = (end - begin + kTile - 1) / kTile;
   __syncthreads();  // the barriers are there
+  // This block's items: every gridDim.x-th, there and back, so that no block has the longest of each round.
+  const int num_blocks = gridDim.x, block = blockIdx.x;
+  auto item = [&](int round) { return round * num_blocks + (round % 2 ? num_blocks - 1 - block : block); };
 
   if (warpgroup == 0) {
-    give_back_registers<40>();
+    give_back_registers<56>();
     constexpr int kWarpRows = kTile / 2, kPass = 32 / kUnits, kHeld = (kWarpRows + 31) / 32;
     const bool values = warp >= 2;
     const int half = warp % 2 * kWarpRows, unit = lane % kUnits, row = lane / kUnits;
     const int at = place<kTile>(row, unit);
-    const int* const blocks = block_table + static_cast<index_t>(seq) * table_stride;
     const int token_bytes = n_kv_heads * kHeadDim * static_cast<int>(sizeof(T));
-    const char* const from =
-        reinterpret_cast<const char*>((values ? v_cache : k_cache) + kv_head * kHeadDim + 8 * unit);
     T* const tiles = values ? v_tiles : k_tiles;
     mbarrier *const full = values ? v_full : k_full, *const empty = values ? v_empty : k_empty;
-    // A token that no query sees is read from the slot of one that is seen: its numbers are this sequence's own.
-    auto find_slot = [&](int token) {
-      const unsigned position = min(max(token, oldest), end - 1), size = block_size;
-      return blocks[position / size] * block_size + static_cast<int>(position % size);
-    };
-    int slots[kHeld];  // of this warp's rows lane, lane + 32, …
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) slots[i] = find_slot(begin + half + lane + 32 * i);
     int stage = 0, parity = 1;
-    for (int number = 0; number < num_tiles; ++number) {
-      mbarrier_wait(empty + stage, parity);
-      T* const to = tiles + stage * kTileSize + half * 64;
+    Work work;
+    for (int round = 0; work.find(item(round), cu_seqlens_q, seq_lens, num_seqs, n_heads, window); ++round) {
+      const int* const blocks = block_table + static_cast<index_t>(work.seq) * table_stride;
+      const char* const from = reinterpret_cast<const char*>((values ? v_cache : k_cache) +
+                                                             work.head / (n_heads / n_kv_heads) * kHeadDim + 8 * unit);
+      // A token that no query sees is read from the slot of one that is seen: its numbers are this sequence's own.
+      auto find_slot = [&](int token) {
+        const unsigned position = min(max(token, work.oldest), work.end - 1), size = block_size;
+        return blocks[position / size] * block_size + static_cast<int>(position % size);
+      };
+      int slots[kHeld];  // of this warp's rows lane, lane + 32, …
+      const int begin = work.oldest / kTile * kTile + half + lane;
 #pragma unroll
-      for (int first = 0; first < kWarpRows; first += kPass) {
-        const int slot = __shfl_sync(kAllLanes, slots[first / 32], first % 32 + row);
-        cp_async(to + (at ^ first % 8 * 8) + first * 64, from + static_cast<index_t>(slot) * token_bytes);
+      for (int i = 0; i < kHeld; ++i) slots[i] = find_slot(begin + 32 * i);
+      for (int token = begin - half - lane; token < work.end; token += kTile) {
+        mbarrier_wait(empty + stage, parity);
+        T* const to = tiles + stage * kTileSize + half * 64;
+#pragma unroll
+        for (int first = 0; first < kWarpRows; first += kPass) {
+          const int slot = __shfl_sync(kAllLanes, slots[first / 32], first % 32 + row);
+          cp_async(to + (at ^ first % 8 * 8) + first * 64, from + static_cast<index_t>(slot) * token_bytes);
+        }
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) slots[i] = find_slot(token + kTile + half + lane + 32 * i);
+        cp_async_commit();
+        cp_async_wait<0>();
+        fence_async_shared();
+        mbarrier_arrive(full + stage);
+        if (++stage == kStages) stage = 0, parity ^= 1;
       }
-#pragma unroll
-      for (int i = 0; i < kHeld; ++i) slots[i] = find_slot(begin + (number + 1) * kTile + half + lane + 32 * i);
-      cp_async_commit();
-      cp_async_wait<0>();
-      fence_async_shared();
-      mbarrier_arrive(full + stage);
-      if (++stage == kStages) stage = 0, parity ^= 1;
     }
     return;
   }
 
-  take_registers<232>();
+  take_registers<224>();
   const int me = warpgroup - 1, group = lane / 4, pair = lane % 4;
   const int my_first = kRows * me, my_row = my_first + 16 * warp + group;  // and my_row + 8
   T* const q_tile = q_tiles + my_first * kHeadDim;
+  auto load_queries = [&](const Work& work) {
 #pragma unroll
-  for (int i = 0; i < kRows * kUnits / kGroup; ++i) {
-    const int number = i * kGroup + thread, row = number / kUnits, unit = number % kUnits;
-    const bool valid = my_first + row < num_queries;
-    const index_t at = static_cast<index_t>(first_row + first_query + (valid ? my_first + row : 0)) * q_stride;
-    cp_async(q_tile + place<kRows>(row, unit), q + at + head * kHeadDim + 8 * unit, valid);
-  }
-  cp_async_commit();
-  cp_async_wait<0>();
-  fence_async_shared();
-  named_barrier(3 + me, kGroup);
-  if (me == 1) named_barrier_arrive(1, 2 * kGroup);  // the other warpgroup begins
+    for (int i = 0; i < kRows * kUnits / kGroup; ++i) {
+      const int number = i * kGroup + thread, row = number / kUnits, unit = number % kUnits;
+      const bool valid = my_first + row < work.num_queries;
+      const index_t from = static_cast<index_t>(work.first_row + (valid ? my_first + row : 0)) * q_stride;
+      cp_async(q_tile + place<kRows>(row, unit), q + from + work.head * kHeadDim + 8 * unit, valid);
+    }
+    cp_async_commit();
+  };
+  auto find = [&](Work& work, int round) {
+    return work.find(item(round), cu_seqlens_q, seq_lens, num_seqs, n_heads, window);
+  };
 
-  float sums[kHeadDim / 2] = {}, scores[kTile / 2], base[2] = {-kInfinity, -kInfinity}, total[2] = {};
+  float sums[kHeadDim / 2], scores[kTile / 2], base[2], total[2];
   unsigned p[kTile / 16][4];
   const float scale = sm_scale * kLog2e;
   const unsigned long long q_descriptor = tile_descriptor(q_tile, 16, 1024);
   const unsigned long long k_descriptor = tile_descriptor(k_tiles, 16, 1024);
   const unsigned long long v_descriptor = tile_descriptor(v_tiles, kTile * 128, 1024);
+
+  Work work;
+  bool more = find(work, 0);
+  if (more) load_queries(work);
+  if (me == 1) named_barrier_arrive(1, 2 * kGroup);  // the other warpgroup begins
+  int begin = 0, num_tiles = 0;
 
   auto multiply_keys = [&](int stage) {
     const unsigned long long keys = advanced(k_descriptor, stage * kTileSize * 2);
@@ -167,8 +191,8 @@ __global__ void __launch_bounds__(3 * kGroup, 1)
   };
   auto is_masked = [&](int number) {  // is there a token that some query of this warpgroup does not see
     const int token = begin + number * kTile;
-    return token + kTile > first_position + my_first + 1 ||
-           (window > 0 && token < first_position + my_first + kRows - window);
+    return token + kTile > work.first_position + my_first + 1 ||
+           (window > 0 && token < work.first_position + my_first + kRows - window);
   };
   // Scores become weights; what the sums so far must be multiplied by.
   auto weigh = [&](int number, float (&growth)[2], bool& grows, auto masked) {
@@ -177,7 +201,7 @@ __global__ void __launch_bounds__(3 * kGroup, 1)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (decltype(masked)::value) {
-        const int newest = first_position + my_row + 8 * half - token, first = window > 0 ? newest - window + 1 : 0;
+        const int newest = work.first_position + my_row + 8 * half - token, first = window > 0 ? newest - window + 1 : 0;
 #pragma unroll
         for (int column = 0; column < kColumns; ++column)
 #pragma unroll
@@ -229,22 +253,6 @@ __global__ void __launch_bounds__(3 * kGroup, 1)
     if (++v_stage == kStages) v_stage = 0, v_parity ^= 1;
   };
 
-  mbarrier_wait(k_full, 0);
-  named_barrier(1 + me, 2 * kGroup);
-  wgmma_fence();
-  multiply_keys(0);
-  named_barrier_arrive(2 - me, 2 * kGroup);
-  wgmma_wait<0>();
-  settled(scores);
-  release(k_empty);
-  next_keys();
-  {
-    float growth[2];
-    bool grows;
-    weigh(0, growth, grows, Constant<true>{});
-    finish(growth, false);
-  }
-
   auto body = [&](int number, auto masked) {
     float growth[2];
     bool grows;
@@ -267,30 +275,63 @@ __global__ void __launch_bounds__(3 * kGroup, 1)
     next_keys();
     next_values();
   };
-  for (int number = 1; number < num_tiles;) {
-    for (; number < num_tiles && !is_masked(number); ++number) body(number, Constant<false>{});
-    for (; number < num_tiles && is_masked(number); ++number) body(number, Constant<true>{});
-  }
-  mbarrier_wait(v_full + v_stage, v_parity);
-  wgmma_fence();
-  multiply_values(v_stage);
-  wgmma_wait<0>();
-  settled(sums);
-  if (me == 0) named_barrier(1, 2 * kGroup);  // takes the other's last turn, which nobody needs
-  dependency_launch();
+  for (int round = 0; more;) {
+    begin = work.oldest / kTile * kTile;
+    num_tiles = (work.end - begin + kTile - 1) / kTile;
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; ++i) sums[i] = 0.0f;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) base[half] = -kInfinity, total[half] = 0.0f;
+    cp_async_wait<0>();
+    fence_async_shared();
+    named_barrier(3 + me, kGroup);  // the queries are there
+
+    mbarrier_wait(k_full + k_stage, k_parity);
+    named_barrier(1 + me, 2 * kGroup);
+    wgmma_fence();
+    multiply_keys(k_stage);
+    named_barrier_arrive(2 - me, 2 * kGroup);
+    wgmma_wait<0>();
+    settled(scores);
+    release(k_empty + k_stage);
+    next_keys();
+    {
+      float growth[2];
+      bool grows;
+      weigh(0, growth, grows, Constant<true>{});
+      finish(growth, false);
+    }
+    for (int number = 1; number < num_tiles;) {
+      for (; number < num_tiles && !is_masked(number); ++number) body(number, Constant<false>{});
+      for (; number < num_tiles && is_masked(number); ++number) body(number, Constant<true>{});
+    }
+    mbarrier_wait(v_full + v_stage, v_parity);
+    wgmma_fence();
+    multiply_values(v_stage);
+    const Work done = work;
+    more = find(work, ++round);
+    named_barrier(3 + me, kGroup);  // nobody reads the queries
+    if (more) load_queries(work);
+    wgmma_wait<0>();
+    settled(sums);
+    release(v_empty + v_stage);
+    next_values();
 
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float sum = total[half];
-    sum += __shfl_xor_sync(kAllLanes, sum, 1);
-    sum += __shfl_xor_sync(kAllLanes, sum, 2);
-    const float share = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
-    const int row = my_row + 8 * half;
-    if (row >= num_queries) continue;
-    T* const to = out + (static_cast<index_t>(first_row + first_query + row) * n_heads + head) * kHeadDim;
+    for (int half = 0; half < 2; ++half) {
+      float sum = total[half];
+      sum += __shfl_xor_sync(kAllLanes, sum, 1);
+      sum += __shfl_xor_sync(kAllLanes, sum, 2);
+      const float share = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
+      const int row = my_row + 8 * half;
+      if (row >= done.num_queries) continue;
+      T* const to = out + (static_cast<index_t>(done.first_row + row) * n_heads + done.head) * kHeadDim;
 #pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit)
-      *reinterpret_cast<unsigned*>(to + 8 * unit + 2 * pair) =
-          pack2(sums[4 * unit + 2 * half] * share, sums[4 * unit + 2 * half + 1] * share, T{});
+      for (int unit = 0; unit < kUnits; ++unit)
+        *reinterpret_cast<unsigned*>(to + 8 * unit + 2 * pair) =
+            pack2(sums[4 * unit + 2 * half] * share, sums[4 * unit + 2 * half + 1] * share, T{});
+    }
   }
+  if (me == 0) named_barrier(1, 2 * kGroup);  // takes the other's last turn, which nobody needs
+  dependency_launch();
 }

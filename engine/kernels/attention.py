@@ -105,13 +105,12 @@ def attention_prefill(
     if not out.size:
         return out
     type_ = type_name(kernel, "q", q)
-    queries, block, instance, shared_bytes = (_hopper if device.has_wgmma and head_dim in HOPPER_TILES else _portable)(
-        type_, head_dim, device.max_shared_bytes
-    )
     sizes = (num_seqs, stride(q), stride(block_table), block_size, n_heads, n_kv_heads, window or 0)
+    launch = _hopper if device.has_wgmma and head_dim in HOPPER_TILES else _portable
+    instance, grid, block, shared_bytes = launch(type_, head_dim, num_tokens, num_seqs, n_heads, device)
     device.launch(
         instance,
-        (n_heads, ceil_div(num_tokens, queries) + num_seqs),
+        grid,
         (block,),
         [q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, out, *map(np.int32, sizes), np.float32(sm_scale)],
         shared_bytes=shared_bytes,
@@ -119,29 +118,27 @@ def attention_prefill(
     return out
 
 
-def _portable(type_: str, head_dim: int, max_shared_bytes: int) -> tuple[int, int, Instance, int]:
-    """Queries and threads of a block, instance and shared memory of attention_prefill.
+Launch = tuple[Instance, tuple[int, ...], int, int]  # of prefill: instance, grid, threads and shared memory of a block
 
-    Two stages where they leave an SM as many blocks as one stage does; more than two have no registers.
-    """
+
+def _portable(type_: str, head_dim: int, num_tokens: int, num_seqs: int, n_heads: int, device: Device) -> Launch:
+    """Two stages where they leave an SM as many blocks as one stage does; it has registers for two."""
     tiles, warps, tokens = (2, 4, 64) if head_dim <= 128 else (1, 8, 32)  # 16 · tiles queries a warp
     queries = 16 * tiles * warps
     one, two = (2 * head_dim * (queries + 2 * stages * tokens) for stages in (1, 2))
-    stages = 2 if two <= max_shared_bytes and min(max_shared_bytes // one, 2) == max_shared_bytes // two else 1
+    blocks = device.max_shared_bytes // two
+    stages = 2 if blocks and blocks >= min(device.max_shared_bytes // one, 2) else 1
     entry = f"attention_prefill<{type_}, {head_dim}, {tiles}, {warps}, {stages}>"
-    return queries, 32 * warps, Instance("attention_prefill", entry), two if stages == 2 else one
+    grid = (n_heads, ceil_div(num_tokens, queries) + num_seqs)
+    return Instance("attention_prefill", entry), grid, 32 * warps, two if stages == 2 else one
 
 
-def _hopper(type_: str, head_dim: int, max_shared_bytes: int) -> tuple[int, int, Instance, int]:
-    """The same of attention_prefill_sm90."""
+def _hopper(type_: str, head_dim: int, num_tokens: int, num_seqs: int, n_heads: int, device: Device) -> Launch:
     queries, stages, tokens = 128, 2, HOPPER_TILES[head_dim]
     entry = f"attention_prefill_sm90<{type_}, {head_dim}, {tokens}, {stages}>"
-    return (
-        queries,
-        384,
-        Instance("attention_prefill_sm90", entry),
-        2 * head_dim * (queries + 2 * stages * tokens) + 2048,
-    )
+    items = n_heads * (ceil_div(num_tokens, queries) + num_seqs)
+    shared_bytes = 2 * head_dim * (queries + 2 * stages * tokens) + 2048
+    return Instance("attention_prefill_sm90", entry), (min(items, device.num_sms),), 384, shared_bytes
 
 
 def _check(

@@ -68,8 +68,21 @@ def each_head_has_its_bias(ops: OpTable) -> list[str]:
     return [] if (y == bias).all() else [f"found {y}"]
 
 
+def a_head_is_normed_whole(ops: OpTable) -> list[str]:
+    """Also where only a part of it turns: equal numbers, unturned, norm to 1."""
+    q, k, weight = (np.full(shape, 3, BF16) for shape in ((1, 2, 16), (1, 1, 16), (16,)))
+    weight[...] = 1
+    k_cache, v_cache = (np.full((1, 1, 1, 16), np.nan, BF16) for _ in range(2))
+    cos_sin = np.repeat(np.array([[1, 0]], np.float32), 4, axis=1)
+    slots = np.zeros(1, np.int32)
+    y = ops.qk_norm_rope_kv_write(q, k, k, weight, weight, 0.0, cos_sin, slots, k_cache, v_cache)
+    return [
+        f"{name} is {v}" for name, v, right in (("q", y, 1), ("k", k_cache, 1), ("v", v_cache, 3)) if (v != right).any()
+    ]
+
+
 EDGES: dict[str, tuple[Callable[[OpTable], list[str]], ...]] = {  # by stem
     "embedding": (ids_outside_the_table, a_row_past_31_bits),
     "layernorm": (the_norm_reads_the_rounded_sum, each_head_has_its_bias),
-    "rope": (a_slot_past_31_bits,),
+    "rope": (a_slot_past_31_bits, a_head_is_normed_whole),
 }

@@ -20,11 +20,8 @@ SHARP = ("odd", "wider-than-a-block", "one-short-of-16-bytes", "gqa", "dim80", "
 STEMS = ("rmsnorm", "layernorm", "activation", "embedding", "rope")
 
 
-def cases_of(stem: str) -> list[Case]:
-    """Those in bfloat16."""
-    return [
-        case for case in cases("host") if case.stem == stem and case.storage == "bfloat16" and "host" not in case.skip
-    ]
+def cases_of(stem: str, storage: str = "bfloat16") -> list[Case]:
+    return [case for case in cases("host") if case.stem == stem and case.storage == storage and "host" not in case.skip]
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)

@@ -43,10 +43,10 @@ def planted(text: str, old: str, new: str) -> str:
     return text.replace(old, new)
 
 
-def finding(stem: str, folder: Path) -> str:
+def finding(stem: str, folder: Path, storage: str) -> str:
     """The first case or edge that a copy of cuda/ fails, and how; "" if it passes all."""
-    machine = host_machine(cases_of(stem), folder=folder)
-    for case in cases_of(stem):
+    machine = host_machine(cases_of(stem, storage), folder=folder)
+    for case in cases_of(stem, storage):
         problems = check(case, machine.ops, memory=machine.memory).problems
         if problems:
             return f"{case.name}: {problems[0]}"
@@ -69,12 +69,12 @@ def test_a_planted_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
     copy = copy_of_cuda(tmp_path)
     file = copy / mutant.file
     file.write_text(planted(file.read_text("utf-8"), mutant.old, mutant.new), "utf-8")
-    assert isolated(finding, mutant.stem, copy), "all cases pass"
+    assert isolated(finding, mutant.stem, copy, mutant.storage), "all cases pass"
 
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_nothing_is_found_in_a_true_copy(stem: str, tmp_path: Path) -> None:
-    assert finding(stem, copy_of_cuda(tmp_path)) == ""
+    assert finding(stem, copy_of_cuda(tmp_path), "bfloat16") == ""
 
 
 def wrong_product(source: Path) -> str:

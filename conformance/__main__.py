@@ -163,7 +163,7 @@ def _exercise(args: argparse.Namespace) -> int:
 def _layers(args: argparse.Namespace) -> int:
     """A line a place where the engine and ref can be compared, in the order of the computation."""
     try:
-        token_ids = prompt_for(args.layers, args.seed) if args.ids is None else [int(i) for i in args.ids.split(",")]
+        token_ids = prompt_for(args.layers, args.seed, args.ids)
         places = compare_layers(args.layers, target_ops("cpu"), token_ids)
     except (ValueError, OSError, GlintError) as error:
         print(f"python -m conformance: --layers {args.layers}: {error}", file=sys.stderr)

@@ -124,7 +124,7 @@ def _explain(exercise: Exercise, case: Case, function: Function, seed: int, prob
     for name, axes in exercise.outputs.items():
         lines = list(_difference(name, axes, outputs[name], truth[name], yardstick[name], case))
         if lines:
-            return lines + _recognized(exercise, case, seed, outputs, truth)
+            return lines + (_recognized(exercise, case, seed, outputs, truth) or _nearly(outputs[name], truth[name]))
     return [_HINTS.get(problem.partition(" ")[0], "{}").format(problem) for problem in problems]
 
 
@@ -161,8 +161,16 @@ def _difference(
     num_broken = np.count_nonzero(~np.isfinite(actual) & np.isfinite(truth)) if is_float else 0
     if num_broken:
         yield f"{num_broken} of them are NaN or infinite and should not be"
-    if float(errors.max()) < SAME:
-        yield f"nearly right: the largest error is {errors.max():.2g}; rounded too early, or to too few bits?"
+
+
+def _nearly(actual: Array, truth: Array) -> list[str]:
+    """Of an answer that no known mistake gives and that is off by little."""
+    if actual.dtype != np.float32 or actual.shape != truth.shape:
+        return []
+    largest = float(elementwise_error(actual, truth).max())
+    if largest >= SAME:
+        return []
+    return [f"nearly right: the largest error is {largest:.2g}; rounded too early, or to too few bits?"]
 
 
 def _dtype_hint(actual: Array, yardstick: Array) -> str:
@@ -178,16 +186,23 @@ def _shown(values: Array) -> str:
 
 
 def _recognized(exercise: Exercise, case: Case, seed: int, outputs: Outputs, truth: Outputs) -> list[str]:
-    """The sentence of the first mistake that gives what was found here, and not what is right."""
+    """A sentence that names the first mistake that gives what was found here, and not what is right.
+
+    Of an answer that is NaN everywhere it names them all, as nothing tells them apart.
+    """
     from_truth = _distance(outputs, truth)
+    if from_truth == 0:  # only the dtype is wrong, or there is no element that could tell
+        return []
+    found = []
     for mistake in exercise.mistakes:
         try:
             wrong = case.candidate(mistake.function, **case.make_inputs(seed))
         except MemoryError:  # of a case that is about memory
             continue
         if NEARER * _distance(outputs, wrong) <= from_truth and _distance(outputs, wrong) < SAME:
-            return [f"this is what comes out if {mistake.what}"]
-    return []
+            found.append(mistake.what)
+    shown = found if all(np.isnan(array).all() for array in outputs.values()) else found[:1]
+    return [f"this is what comes out if {'; or if '.join(shown)}"] if shown else []
 
 
 def _distance(first: Outputs, second: Outputs) -> float:

@@ -71,8 +71,12 @@ PAGED = Exercise(
     ),
     mistakes=(
         Mistake("blocks are read in the order in which they lie, not as block_table says", _no_table),
-        Mistake("the last block is read to its end, past seq_len", _whole_blocks),
-        Mistake("all of a row of block_table is read, entries of −1 and slots of nobody too", _whole_table),
+        Mistake("the last block is read to its end, past seq_len, where NaN may lie", _whole_blocks),
+        Mistake(
+            "all of a row of block_table is read, entries of −1 and slots of nobody too; a weight of 0 does not help, "
+            "as 0 times NaN is NaN",
+            _whole_table,
+        ),
         Mistake("query head h reads KV head h % n_kv_heads instead of h // group", _decode_in_turn),
         Mistake(
             "the newest key is left out",

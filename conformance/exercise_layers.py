@@ -1,4 +1,4 @@
-"""Exercises on what surrounds attention: the norm, the next token, the MLP over ranks, the choice of experts."""
+"""Exercises on what surrounds attention: the norm, the next token, the MLP over ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from ref.activation import gate_up_act
 from ref.collectives import split_ranges
 from ref.layernorm import layernorm
 from ref.linear import linear
-from ref.moe_routing import moe_route
 from ref.rmsnorm import rmsnorm
 from ref.sampling import draw, keep_top_p, rank, sample, token_weights
 from ref.tensor_parallel import shard_gate_up
@@ -27,7 +26,6 @@ Rng = np.random.Generator
 NORMED = {"normed": ("token", "element")}
 TOKEN_IDS = {"token_ids": ("row",)}
 PARTIAL = {"partial": ("rank", "token", "element")}
-CHOSEN = {"expert_ids": ("token", "choice"), "weights": ("token", "choice")}
 
 
 def _eps_outside(x: Array, weight: Array, eps: float) -> Array:
@@ -98,6 +96,12 @@ def _wrong_top_p(logits: Array, temperature: Array, top_p: Array, uniforms: Arra
         order = rank(logits[row])
         if fault == "crossing":
             keep[order[max(1, int(keep.sum()) - 1) :]] = False
+        if fault == "higher":
+            order = np.argsort(logits[row], kind="stable")[::-1]
+            keep = np.isin(np.arange(len(weights)), order[: int(keep.sum())])
+        if fault == "at one":
+            weights = token_weights(logits[row], 1.0)
+            keep = keep_top_p(logits[row], weights, float(top_p[row]))
         if fault == "cold":
             keep = keep_top_p(logits[row], token_weights(logits[row], 1.0), float(top_p[row]))
         kept = np.where(keep, weights, 0)
@@ -106,6 +110,8 @@ def _wrong_top_p(logits: Array, temperature: Array, top_p: Array, uniforms: Arra
         elif fault == "total":
             mass = np.cumsum(kept / weights.sum())
             token_ids[row] = min(np.searchsorted(mass, uniforms[row], side="right"), len(kept) - 1)
+        elif fault == "of all":
+            token_ids[row] = np.argmax(np.cumsum(kept) > uniforms[row] * weights.sum())
         elif fault == "zero":
             token_ids[row] = np.searchsorted(np.cumsum(kept), uniforms[row] * kept.sum(), side="left")
         else:
@@ -140,7 +146,13 @@ TOP_P = Exercise(
         Mistake("top_p is counted before the temperature", partial(_wrong_top_p, fault="cold")),
         Mistake("the draw walks by rank, best first, instead of by token id", partial(_wrong_top_p, fault="ranked")),
         Mistake("the uniform is not multiplied by the weight that is left", partial(_wrong_top_p, fault="total")),
+        Mistake(
+            "the uniform is multiplied by the weight of all tokens, not of those kept",
+            partial(_wrong_top_p, fault="of all"),
+        ),
         Mistake("with uniform 0 a token of weight 0 is drawn", partial(_wrong_top_p, fault="zero")),
+        Mistake("the temperature is left out", partial(_wrong_top_p, fault="at one")),
+        Mistake("among equal logits the higher id is the better", partial(_wrong_top_p, fault="higher")),
     ),
 )
 
@@ -221,88 +233,5 @@ TENSOR_PARALLEL = Exercise(
                 gate_up_proj=np.roll(gate_up_proj, len(gate_up_proj) // 2, axis=0), **inputs
             ),
         ),
-    ),
-)
-
-
-def _moe_inputs(
-    rng: Rng,
-    n_group: int = 4,
-    topk_group: int = 2,
-    top_k: int = 4,
-    shift: float = 0.0,
-    ties: bool = False,
-) -> Inputs:
-    """Logits and biases are spread evenly and shuffled, so that no two choices are nearly equal but by rare chance."""
-    num_tokens, n_experts = 6, 16
-    spread = np.tile(np.linspace(-2, 2, n_experts), (num_tokens, 1))
-    bias = rng.permutation(np.linspace(0, 0.7, n_experts)) + shift
-    if ties:
-        spread, bias = np.round(spread / 2), np.zeros(n_experts)
-    return {
-        "router_logits": rng.permuted(spread, axis=1).astype(np.float32),
-        "bias": bias.astype(np.float32),
-        "top_k": top_k,
-        "n_group": n_group,
-        "topk_group": topk_group,
-        "scaling_factor": 2.5,
-    }
-
-
-def _route(scaling_factor: float = 1.0, **inputs: Any) -> tuple[Array, Array]:
-    settings = {"scoring": "sigmoid", "group_best": 2, "renormalize": True, "scaling_factor": scaling_factor}
-    return moe_route(**{**settings, **inputs})
-
-
-def _biased_weights(router_logits: Array, bias: Array, scaling_factor: float, **inputs: Any) -> tuple[Array, Array]:
-    ids, _ = _route(router_logits=router_logits, bias=bias, **inputs)
-    chosen = np.take_along_axis(1 / (1 + np.exp(-router_logits)) + bias, ids, axis=-1)
-    return ids, chosen / chosen.sum(axis=-1, keepdims=True) * np.float32(scaling_factor)
-
-
-def _masked_by_zero(
-    router_logits: Array, bias: Array, top_k: int, n_group: int, topk_group: int, scaling_factor: float
-) -> tuple[Array, Array]:
-    scores = 1 / (1 + np.exp(-router_logits))
-    grouped = (scores + bias).reshape(len(scores), n_group, -1)
-    group_scores = np.sort(grouped, axis=-1)[..., -2:].sum(axis=-1)
-    kept = np.argsort(np.argsort(-group_scores, axis=-1, kind="stable"), axis=-1) < topk_group
-    choice = np.where(kept[..., None], grouped, np.float32(0)).reshape(scores.shape)
-    ids = np.argsort(-choice, axis=-1, kind="stable")[:, :top_k]
-    weights = np.take_along_axis(scores, ids, axis=-1)
-    return ids, weights / weights.sum(axis=-1, keepdims=True) * np.float32(scaling_factor)
-
-
-MOE = Exercise(
-    number=11,
-    function="moe_route",
-    task="DeepSeek V3's choice of experts: sigmoid, a bias that only chooses, the best groups first",
-    parameters=("router_logits", "bias", "top_k", "n_group", "topk_group", "scaling_factor"),
-    outputs=CHOSEN,
-    read="ref/course/moe.md, ref/moe_routing.py",
-    cases=make_cases(
-        "moe_routing",
-        CHOSEN,
-        _route,
-        _moe_inputs,
-        {
-            "one-group": {"n_group": 1, "topk_group": 1},
-            "all-groups": {"topk_group": 4},
-            "two-of-four": {},
-            "all-of-a-group": {"topk_group": 1},
-            "negative-choices": {"shift": -3.0, "top_k": 7},
-            "ties": {"ties": True},
-        },
-    ),
-    mistakes=(
-        Mistake("the bias counts in the weights too", _biased_weights),
-        Mistake("softmax is taken instead of sigmoid", lambda **inputs: _route(**inputs, scoring="softmax")),
-        Mistake("a group is judged by its best expert alone", lambda **inputs: _route(**inputs, group_best=1)),
-        Mistake(
-            "all groups stay in the choice", lambda topk_group, **inputs: _route(topk_group=inputs["n_group"], **inputs)
-        ),
-        Mistake("weights are not divided by their sum", lambda **inputs: _route(**inputs, renormalize=False)),
-        Mistake("scaling_factor is left out", lambda scaling_factor, **inputs: _route(**inputs)),
-        Mistake("what lies outside the groups gets choice 0, which beats negative ones", _masked_by_zero),
     ),
 )

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from conformance.exercise import Exercise, run_case
 from conformance.exercise_attention import ATTENTION, COMBINE, ROPE
 from conformance.exercise_cache import MLA, PAGED
+from conformance.exercise_experts import MOE
 from conformance.exercise_formats import BF16, GPTQ, INT8
-from conformance.exercise_layers import MOE, RMSNORM, TENSOR_PARALLEL, TOP_P
+from conformance.exercise_layers import RMSNORM, TENSOR_PARALLEL, TOP_P
 from conformance.implementation import load_implementation
 
 EXERCISES = (RMSNORM, BF16, ROPE, ATTENTION, COMBINE, PAGED, TOP_P, INT8, GPTQ, TENSOR_PARALLEL, MOE, MLA)

@@ -27,6 +27,7 @@ from engine.comm.communicator import OneRank
 from engine.kv_cache import KVCache
 from engine.ops import OpTable
 from engine.weights import Norm
+from ref.arguments import check_checkpoint, parse_ids
 from ref.config import read_config
 from ref.model.registry import forward
 from ref.quant.scheme import read_weights
@@ -66,9 +67,16 @@ def compare_layers(folder: Path, ops: OpTable, token_ids: Sequence[int]) -> list
     return places
 
 
-def prompt_for(folder: Path, seed: int) -> list[int]:
-    """NUM_TOKENS random ids of the model's vocabulary; 0 is padding in some."""
+def prompt_for(folder: Path, seed: int, ids: str | None = None) -> list[int]:
+    """The ids that are given, "1,2,3", else NUM_TOKENS random ones of the model's vocabulary; 0 is padding in some.
+
+    Raises:
+        ValueError: no checkpoint in the folder, or ids that are none of its vocabulary.
+    """
+    check_checkpoint("--layers", folder)
     vocab_size = read_config(folder).vocab_size
+    if ids is not None:
+        return parse_ids(ids, vocab_size)
     return np.random.default_rng(seed).integers(1, vocab_size, NUM_TOKENS).tolist()
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ref.arguments import check_checkpoint, parse_ids
 from ref.config import read_config
 from ref.model.registry import forward
 from ref.model.run import Trace
@@ -67,11 +68,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 for input that cannot be used, with one line on stderr that says why."""
     args = _parse(arguments)
     try:
-        if not args.model.is_dir():
-            raise ValueError(f"--model must be a folder with config.json and *.safetensors; {args.model} is none")
+        check_checkpoint("--model", args.model, args.config)
         config = read_config(args.config or args.model)
         if args.ids is not None:
-            token_ids = _parse_ids(args.ids, config.vocab_size)
+            token_ids = parse_ids(args.ids, config.vocab_size)
         else:
             token_ids = _encode(args.model, args.prompt)
         weights = read_weights(args.model, args.dtype, activations=args.activations)
@@ -132,17 +132,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--compare", choices=("engine",), help="show where the engine's run of these tokens parts")
     parser.add_argument("--trace", action="store_true", help="print name, shape, range and time of every step")
     return parser.parse_args(arguments)
-
-
-def _parse_ids(text: str, vocab_size: int) -> list[int]:
-    try:
-        token_ids = [int(piece) for piece in text.split(",")]
-    except ValueError:
-        raise ValueError(f"--ids must be integers separated by commas, such as 1,2,3; found {text!r}") from None
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise ValueError(f"--ids has {token_id}; ids of this model are 0 to {vocab_size - 1}")
-    return token_ids
 
 
 def _encode(model: Path, prompt: str) -> list[int]:

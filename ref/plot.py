@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ref.arguments import check_checkpoint, parse_ids
 from ref.config import read_config
 from ref.induction import encode, induction_config, induction_weights
 from ref.model.llama import LlamaConfig, llama
@@ -149,13 +150,11 @@ def _attention(args: argparse.Namespace) -> str:
         return plot_attention(
             induction_config(), induction_weights(), encode(INDUCTION_TEXT), list(INDUCTION_TEXT), range(2)
         )
+    check_checkpoint("--model", args.model)
     config = read_config(args.model)
     if not isinstance(config, LlamaConfig):
         raise ValueError(f"--model is a {config.architecture}; this plot knows Llama and Mistral")
-    try:
-        token_ids = [int(piece) for piece in (args.ids or "").split(",")]
-    except ValueError:
-        raise ValueError(f"--ids must be integers separated by commas, such as 1,2,3; found {args.ids!r}") from None
+    token_ids = parse_ids(args.ids or "", config.vocab_size)
     layers = range(config.n_layers) if args.layer is None else [args.layer]
     if not all(0 <= layer < config.n_layers for layer in layers):
         raise ValueError(f"--layer is {args.layer}; the model has layers 0 to {config.n_layers - 1}")

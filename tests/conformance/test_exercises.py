@@ -76,6 +76,36 @@ def test_a_known_mistake_fails_and_is_recognized(exercise: Exercise, mistake: Mi
     assert f"this is what comes out if {mistake.what}" in said, found[0]
 
 
+def said_of(number: int, case: str, function: Callable[..., Any]) -> list[str]:
+    """What is said of one case."""
+    exercise = EXERCISES[number - 1]
+    return run_case(exercise, next(one for one in exercise.cases if one.name == case), function, 0)
+
+
+def test_no_mistake_is_guessed_where_no_element_could_tell() -> None:
+    """A wrong dtype of no token at all is a wrong dtype, not one of the known mistakes."""
+    lines = said_of(1, "no-tokens", lambda x, weight, eps: x.astype(np.float64))
+    assert len(lines) == 1
+    assert lines[0].startswith("normed is float64, expected float32")
+
+
+def test_nothing_but_nan_names_every_mistake_that_gives_it() -> None:
+    """Reading past the sequence's end and reading the whole table both meet NaN."""
+    lines = said_of(6, "one-token", lambda q, **inputs: np.full_like(q, np.nan))
+    assert "; or if all of a row of block_table is read" in lines[-1]
+    assert lines[-1].startswith("this is what comes out if blocks are read in the order in which they lie")
+
+
+def test_an_answer_that_is_recognized_is_not_called_nearly_right() -> None:
+    outside = next(mistake for mistake in EXERCISES[0].mistakes if "eps stands outside" in mistake.what)
+    assert not any("nearly right" in line for lines in failures(EXERCISES[0], outside.function) for line in lines)
+
+    def a_little_larger(x: Any, weight: Any, eps: float) -> Any:
+        return (solution(EXERCISES[0])(x, weight, eps) * np.float32(1 + 2e-4)).astype(np.float32)
+
+    assert said_of(1, "wide", a_little_larger)[-1].startswith("nearly right: the largest error is 0.0002; ")
+
+
 def test_every_exercise_has_wrong_answers() -> None:
     assert [exercise.number for exercise in EXERCISES] == list(range(1, 13))
     counts = Counter(number for number, *_ in FAULTS)
@@ -187,7 +217,7 @@ def test_passing(capsys: pytest.CaptureFixture[str], file: Path) -> None:
     status, lines, _ = run(capsys, "--exercise", "1", "--impl", f"{file}:rmsnorm")
     assert status == 0
     assert lines[0] == "no-tokens passed"
-    assert lines[-1] == "7 passed, 0 failed"
+    assert lines[-1] == f"{len(EXERCISES[0].cases)} passed, 0 failed"
 
 
 def test_a_module_will_do(capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,7 +235,7 @@ def test_failing(capsys: pytest.CaptureFixture[str], file: Path) -> None:
     assert re.fullmatch(r"    found    -?[\d.]+", lines[place + 3])
     assert lines[place + 4] == "    this is what comes out if the weight is left out"
     assert lines[-3] == "to read: exercise 1 of ref/EXERCISES.md, ref/course/layers.md, ref/rmsnorm.py"
-    assert lines[-1] == "1 passed, 6 failed"
+    assert lines[-1] == f"1 passed, {len(EXERCISES[0].cases) - 1} failed"
     again = lines[-2].removeprefix("again: python -m conformance ").split()
     status, lines, _ = run(capsys, *again)
     assert (status, lines[-1]) == (1, "0 passed, 1 failed")

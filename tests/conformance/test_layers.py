@@ -79,7 +79,12 @@ def test_the_command_names_the_place(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [(["--layers", "nowhere"], "nowhere"), (["--ids", "1,x"], "invalid literal")]
+    ("arguments", "message"),
+    [
+        (["--layers", "nowhere"], "--layers must be a folder with config.json and *.safetensors; nowhere is none"),
+        (["--ids", "1,x"], "--ids must be integers separated by commas, such as 1,2,3; found '1,x'"),
+        (["--ids", "99999999999999999999"], "--ids has 99999999999999999999; ids of this model are 0 to "),
+    ],
 )
 def test_bad_input(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(golden_model(tmp_path, "llama3"))

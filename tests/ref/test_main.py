@@ -99,6 +99,8 @@ def test_a_prompt_is_tokenized(folder: Path, capsys: pytest.CaptureFixture[str])
         (["--prompt", "hi"], "tokenizer.json, which does not exist; or give --ids"),
         (["--ids", "1", "--config", "absent.json"], "absent.json"),
         (["--ids", "1", "--model", "absent"], "--model must be a folder"),
+        (["--ids", "1", "--model", "."], "*.safetensors; . has no config.json"),
+        (["--ids", "99999999999999999999"], "--ids has 99999999999999999999"),
         (["--ids", "1", "--out", "absent/logits.npz"], "absent/logits.npz"),
     ],
 )

@@ -124,7 +124,9 @@ def test_another_model(tmp_path: Path) -> None:
         (["--ids", "a"], "--ids must be integers"),
         ([], "--ids must be integers"),
         (["--ids", "1", "--layer", "2"], "--layer is 2; the model has layers 0 to 1"),
-        (["--ids", "5000"], "5000 is outside the vocabulary"),
+        (["--ids", "5000"], "--ids has 5000; ids of this model are 0 to 999"),
+        (["--ids", "99999999999999999999"], "--ids has 99999999999999999999"),
+        (["--ids", "1", "--model", "absent"], "--model must be a folder with config.json and *.safetensors; absent is"),
     ],
 )
 def test_bad_input(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ python -m conformance --target golden|cpu|host|gpu [--op STEM] [--case NAME] [--
 python -m conformance --target host|gpu --list           what would run, and what has no kernel
 python -m conformance --target host [--schedule in_step|greedy|random] [--sanitizer address|thread] [--quick] …
 python -m conformance --target gpu [--portable] [--quick] …
+python -m conformance --op OP --impl FILE.cu:entry|FILE.py:function|module:function [--target cpu|host|gpu] …
 python -m conformance export DIR [--target host|gpu] [--op STEM] [--case NAME] [--seed N]   cases as files
 python -m conformance --layers DIR [--ids 1,2,3] [--seed N]   the engine and ref layer by layer
 python -m conformance --exercises                       lists the exercises of ref/EXERCISES.md
@@ -17,19 +18,23 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from conformance.case import Case, Result
 from conformance.check import check
 from conformance.exercises import exercise_lines, list_lines, task_lines
 from conformance.export import export
+from conformance.foreign import cases_of_function, cases_of_kernel, is_kernel, swapped_kernel, with_function
 from conformance.host import SCHEDULES
 from conformance.host_build import SANITIZERS, BuildError
+from conformance.host_device import Notes
+from conformance.implementation import ImplementationError
 from conformance.layers import compare_layers, prompt_for
 from conformance.machines import Machine, MachineMissing, gpu_machine, host_machine
 from conformance.memory import NumpyMemory
 from conformance.report import junit, report
-from conformance.suite import NO_KERNEL, TARGETS, cases, left_out, quick, rerun_command, target_ops
+from conformance.suite import KERNEL_TARGETS, NO_KERNEL, TARGETS, cases, left_out, quick, rerun_command, target_ops
 from engine.errors import GlintError
 
 
@@ -40,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _exercise(args)
     if args.layers is not None:
         return _layers(args)
+    if args.impl is not None:
+        return _foreign(args, cases(args.target))
     chosen = _choose(cases(args.target), args.op, args.case)
     chosen = quick(chosen) if args.quick else chosen
     if not chosen:
@@ -63,11 +70,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _run_all(args, chosen, machine)
 
 
+def _foreign(args: argparse.Namespace, found: Sequence[Case]) -> int:
+    """Somebody else's kernel or function in the place of ours, over all cases that use it."""
+    try:
+        if args.op is None:
+            raise ImplementationError("--impl wants --op too: which kernel or function it stands for")
+        by_name = [case for case in _choose(found, None, args.case) if args.target not in case.skip]
+        if is_kernel(args.impl):
+            if args.target not in KERNEL_TARGETS:
+                raise ImplementationError(f"--impl {args.impl}: a kernel runs with --target host or gpu")
+            args.swap = swapped_kernel(args.op, args.impl)
+            chosen = cases_of_kernel(args.op, by_name, Notes())
+            machine = _machine(args, chosen)
+        else:
+            chosen = cases_of_function(args.op, by_name)
+            machine = _machine(args, [])
+            machine = replace(machine, ops=with_function(machine.ops, args.op, args.impl))
+    except (ImplementationError, MachineMissing, BuildError, GlintError) as error:
+        print(f"python -m conformance: {error}", file=sys.stderr)
+        return 2
+    return _run_all(args, chosen, machine)
+
+
 def _machine(args: argparse.Namespace, chosen: Sequence[Case]) -> Machine:
     if args.target == "host":
-        return host_machine(chosen, schedule=args.schedule, seed=args.seed, sanitizer=args.sanitizer)
+        return host_machine(chosen, args.swap, schedule=args.schedule, seed=args.seed, sanitizer=args.sanitizer)
     if args.target == "gpu":
-        return gpu_machine(chosen, args.portable)
+        return gpu_machine(chosen, args.portable, args.swap)
     return Machine(target_ops(args.target), NumpyMemory())
 
 
@@ -105,6 +134,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if arguments and arguments[0] == "export":  # a command of its own, of the cases of the kernels
         target = [] if "--target" in arguments else ["--target", "host"]
         arguments = ["--export", *arguments[1:], *target]
+    if "--impl" in arguments and not {"--target", "--exercise"} & set(arguments):
+        arguments = [*arguments, "--target", "host"]
     parser = argparse.ArgumentParser(prog="python -m conformance", description="Kernels and their twins against ref.")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--target", choices=TARGETS)
@@ -115,7 +146,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     what.add_argument("--layers", type=Path, metavar="DIR", help="compare the engine with ref on this checkpoint")
     parser.add_argument("--export", type=Path, metavar="DIR", help=argparse.SUPPRESS)
     parser.add_argument("--ids", help="of --layers: token ids with commas between them (default: random ones)")
-    parser.add_argument("--impl", metavar="FILE.py:function", help="the solution; module:function will do too")
+    parser.add_argument(
+        "--impl",
+        metavar="FILE.py:function",
+        help="a solution of an exercise; or what stands for --op: FILE.cu:entry or module:function",
+    )
     parser.add_argument("--op", metavar="STEM", help="only cases of this stem, such as attention")
     parser.add_argument("--case", metavar="NAME", help="only the case of this name")
     parser.add_argument("--list", action="store_true", help="print the cases instead of running them")
@@ -136,6 +171,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--portable", action="store_true", help="of --target gpu: only kernels that every supported GPU can run"
     )
+    parser.set_defaults(swap=None)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write them as JUnit's XML")
     return parser.parse_args(arguments)
@@ -192,7 +228,9 @@ def _run(args: argparse.Namespace, case: Case, machine: Machine) -> Result:
     for problem in result.problems:
         print(f"    {problem}")
     if result.problems:
-        print(f"    again: {rerun_command(args.target, case, args.seed)}")
+        print(
+            f"    again: {rerun_command(args.target, case, args.seed, args.op if args.impl else '', args.impl or '')}"
+        )
     return result
 
 

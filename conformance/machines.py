@@ -5,11 +5,12 @@ The machines with kernels build or compile all of them before the first case run
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from engine.kernels.device import Device, Instance
 from engine.kernels.sampling import ROW_THREADS, KernelSampling
 from engine.kernels.table import kernel_ops
 from engine.ops import OpTable, cpu_ops
+
+Swap = Callable[[Instance], Instance]
 
 MAX_ROWS = 64  # of logits
 HOST_ROW_THREADS = 64  # of a block that owns a row of logits: fewer are quicker here, and see more rounds
@@ -54,25 +57,39 @@ def cpu_machine(num_threads: int = CPU_THREADS) -> Machine:
     return Machine(cpu_ops(num_threads), NumpyMemory())
 
 
-def host_machine(cases: Sequence[Case], **options: Any) -> Machine:
-    """The kernels on this CPU; options: of HostDevice.
+class SwappedDevice:
+    """A device like the one given that launches other kernels in place of some."""
+
+    def __init__(self, device: Any, swap: Swap) -> None:
+        self._device, self._swap = device, swap
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def launch(self, instance: Instance, *args: Any, **kwargs: Any) -> None:
+        self._device.launch(self._swap(instance), *args, **kwargs)
+
+
+def host_machine(cases: Sequence[Case], swap: Swap | None = None, **options: Any) -> Machine:
+    """The kernels on this CPU; options: of HostDevice. swap: which kernel is launched in place of which.
 
     Raises:
         BuildError: see conformance.host_build.
     """
     host = HostDevice(**options)
-    kernels = kernels_of(cases, host)
+    kernels = kernels_of(cases, host, swap)
     host.build(kernels)
-    device = BorderedDevice(host)
+    device = BorderedDevice(host if swap is None else SwappedDevice(host, swap))
     memory = DeviceMemory(device, np.copy, np.copy, host_view, host.begin)
     return Machine(_ops(device, HOST_ROW_THREADS), memory, {}, kernels)
 
 
-def gpu_machine(cases: Sequence[Case], portable: bool = False) -> Machine:
+def gpu_machine(cases: Sequence[Case], portable: bool = False, swap: Swap | None = None) -> Machine:
     """The kernels on the GPU that CuPy calls the current one.
 
     Args:
         portable: those that every supported GPU runs, with the shared memory that every one of them has.
+        swap: as of host_machine.
     Raises:
         MachineMissing: no CuPy, or no GPU that it can use.
         KernelError: a kernel does not compile.
@@ -82,9 +99,9 @@ def gpu_machine(cases: Sequence[Case], portable: bool = False) -> Machine:
     gpu = importlib.import_module("engine.kernels.gpu").Gpu(cache_dir() / "kernels")
     if portable:
         gpu.has_wgmma, gpu.max_shared_bytes = False, MAX_SHARED_BYTES
-    kernels = kernels_of(cases, gpu)
+    kernels = kernels_of(cases, gpu, swap)
     compiler.compile_all(list(kernels), gpu.arch, cache_dir() / "kernels")
-    device = BorderedDevice(gpu)
+    device = BorderedDevice(gpu if swap is None else SwappedDevice(gpu, swap))
 
     def to_device(array: Any) -> Any:
         return cupy.asarray(array.view(np.uint16)).view(array.dtype) if array.itemsize == 2 else cupy.asarray(array)
@@ -124,29 +141,31 @@ def _cupy() -> Any:
     return cupy
 
 
-def kernels_of(cases: Sequence[Case], like: Device) -> tuple[Instance, ...]:
+def kernels_of(cases: Sequence[Case], like: Device, swap: Swap | None = None) -> tuple[Instance, ...]:
     """All kernels that the cases launch on a device of this kind, found by a dry run."""
     notes = Notes(like.num_sms, like.max_shared_bytes, like.has_wgmma)
+    for case in cases:
+        dry_run(case, notes)
+    return tuple(dict.fromkeys(notes.instances if swap is None else map(swap, notes.instances)))
+
+
+def dry_run(case: Case, notes: Notes, **ops: Any) -> None:
+    """Runs a candidate on a device that launches nothing. ops: functions in place of some of the op table."""
     device = BorderedDevice(notes)
     memory = DeviceMemory(device, np.copy, np.copy, host_view)
-    ops = _ops(device)
-    for case in cases:
-        inputs = stored_inputs(case, 0)
-        dtypes = {name: stored_dtype(case, name) for name, value in inputs.items() if is_floating(value)}
-        try:
-            case.candidate(ops, **memory.place(inputs, dtypes, 0))
-        except Exception:  # the case itself will say so when it is run
-            continue
-    return tuple(notes.instances)
+    inputs = stored_inputs(case, 0)
+    dtypes = {name: stored_dtype(case, name) for name, value in inputs.items() if is_floating(value)}
+    with contextlib.suppress(Exception):  # the case itself will say so when it is run
+        case.candidate(replace(_ops(device), **ops), **memory.place(inputs, dtypes, 0))
 
 
 def kernel_hash(stem: str, folder: Path = CUDA) -> str:
-    """sha256 of cuda/<stem>.cu and all headers that it includes."""
+    """sha256 of cuda/<stem>.cu, or of the .cu at a whole path, and all headers of ours that it includes."""
     source = folder / f"{stem}.cu"
     files, pending = {source.name: source}, [source]
     while pending:
         for name in INCLUDE.findall(pending.pop().read_text("utf-8")):
-            if name not in files:
+            if name not in files and (folder / "include" / name).is_file():
                 files[name] = folder / "include" / name
                 pending.append(files[name])
     digest = hashlib.sha256()

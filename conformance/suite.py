@@ -88,7 +88,8 @@ def target_ops(target: str) -> OpTable:
     return cpu_ops(CPU_THREADS if target == "cpu" else 1)
 
 
-def rerun_command(target: str, case: Case, seed: int) -> str:
-    """The one command that runs this case again."""
+def rerun_command(target: str, case: Case, seed: int, op: str = "", impl: str = "") -> str:
+    """The one command that runs this case again. op, impl: what stands for one of ours, if anything does."""
     with_seed = f" --seed {seed}" if seed else ""
-    return f"python -m conformance --target {target} --op {case.stem} --case {case.name}{with_seed}"
+    with_impl = f" --impl {impl}" if impl else ""
+    return f"python -m conformance --target {target} --op {op or case.stem} --case {case.name}{with_impl}{with_seed}"

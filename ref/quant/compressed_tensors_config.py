@@ -71,18 +71,26 @@ def parse_ct_config(config: Mapping[str, Any]) -> CtConfig:
         try:
             targets = tuple(group["targets"])
             for target in targets:
+                check_pattern(target)
                 if target != "Linear" and not target.startswith("re:") and "." not in target and target[:1].isupper():
                     raise ValueError(f"target {target!r} is not supported; known are Linear, names and re: patterns")
             parsed.append((targets, _parse_group(group, group.get("format") or config.get("format"))))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"quantization_config: config_groups.{name}: {error}") from None
-    return CtConfig(tuple(parsed), tuple(config.get("ignore") or ()))
+    ignore = config.get("ignore") or ()
+    if not isinstance(ignore, list | tuple):
+        raise ValueError(f"quantization_config: ignore must be a list of modules, found {ignore!r}")
+    for entry in ignore:
+        check_pattern(entry)
+    return CtConfig(tuple(parsed), tuple(ignore))
 
 
 def _parse_group(group: Mapping[str, Any], name: str | None) -> CtScheme:
     if name not in FORMATS:
         raise ValueError(f"format {name!r} is not supported; known are {', '.join(FORMATS)}")
     weights = group["weights"]
+    if not isinstance(weights, Mapping):
+        raise ValueError(f"weights must be an object, found {weights!r}")
     if group.get("output_activations"):
         raise ValueError("output_activations are not supported")
     kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits"), weights.get("strategy")
@@ -104,7 +112,9 @@ def _parse_group(group: Mapping[str, Any], name: str | None) -> CtScheme:
     group_size = weights.get("group_size") if strategy == "group" else -1
     if isinstance(group_size, bool) or not isinstance(group_size, int) or (group_size < 1 and group_size != -1):
         raise ValueError(f"weights.group_size must be a positive integer, found {group_size!r}")
-    block = tuple(weights.get("block_structure") or (128, 128))
+    block = weights.get("block_structure") or (128, 128)
+    if not isinstance(block, list | tuple) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
+        raise ValueError(f"weights.block_structure must be two positive integers, found {block!r}")
     return CtScheme(
         format=name,
         type=kind,
@@ -112,7 +122,7 @@ def _parse_group(group: Mapping[str, Any], name: str | None) -> CtScheme:
         strategy=strategy,
         symmetric=bool(symmetric),
         group_size=group_size,
-        block=(int(block[0]), int(block[1])),
+        block=(block[0], block[1]),
         act_order=act_order in (True, "group") and name == "pack-quantized",
         activations=_parse_activations(group.get("input_activations"), kind, name),
     )
@@ -139,6 +149,16 @@ def _parse_activations(activations: Mapping[str, Any] | None, kind: str, name: s
         f"input_activations with strategy {strategy!r} and dynamic {dynamic!r} are not supported; known are "
         "'token' and, for float in groups of 128, 'group', both dynamic, and 'tensor', not dynamic"
     )
+
+
+def check_pattern(target: str) -> None:
+    """Raises ValueError for what can name no module: no string, or "re:" and no regular expression."""
+    if not isinstance(target, str):
+        raise ValueError(f"a module must be named by a string, found {target!r}")
+    try:
+        re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+    except re.error as error:
+        raise ValueError(f"quantization_config: {target!r} is no regular expression: {error}") from None
 
 
 def matches(target: str, module: str) -> bool:

@@ -34,6 +34,9 @@ SUFFIXES = (
     *("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
     *("weight_scale_inv", "input_scale"),
 )
+WORDS = ("qweight", "qzeros", "weight_packed", "weight_zero_point")  # of 32 bits, in rows and columns
+SCALES = ("scales", "weight_scale", "weight_scale_inv")  # input_scale has a check of its own
+INTEGERS = ("g_idx", "weight_g_idx", "weight_shape")
 
 
 def unpack_module(tensors: Mapping[str, Array], config: QuantConfig | None, module: str) -> QuantWeight:
@@ -43,14 +46,18 @@ def unpack_module(tensors: Mapping[str, Array], config: QuantConfig | None, modu
         tensors: the whole checkpoint, as stored. Codes of 8 bits and floating point are not read, only viewed.
         module: such as "model.layers.0.mlp.down_proj".
     Raises:
-        ValueError: names the module, and what is missing, misshapen or contradicts the config.
+        ValueError: names the module, and what is missing, misshapen, of another type, not finite or contradicts the
+            config.
     """
     held = {suffix: tensors[f"{module}.{suffix}"] for suffix in SUFFIXES if f"{module}.{suffix}" in tensors}
     if "weight" in held and is_float(held["weight"]):
+        if scales := [name for name in SCALES if name in held]:
+            raise ValueError(f"module {module}: its weight is in floating point, but {', '.join(scales)} is there too")
         return held["weight"]
     held = {suffix: widen(tensor) for suffix, tensor in held.items()}
     scheme = module_scheme(config, module)
     try:
+        _check_kinds(held)
         if scheme is None:
             kinds = ", ".join(f"{suffix} {tensor.dtype}" for suffix, tensor in held.items())
             raise ValueError(f"the config leaves it in floating point, but it is stored as {kinds or 'nothing'}")
@@ -67,6 +74,23 @@ def unpack_module(tensors: Mapping[str, Array], config: QuantConfig | None, modu
         raise ValueError(f"module {module}: {error}") from None
 
 
+def _check_kinds(held: Mapping[str, Array]) -> None:
+    """Raises ValueError for tensors of a module that no format stores so, whatever the config says."""
+    for name, tensor in held.items():
+        if name in WORDS and (tensor.dtype != np.int32 or tensor.ndim != 2):
+            raise ValueError(f"{name} must be a matrix of int32, found {tensor.dtype} {list(tensor.shape)}")
+        if name in INTEGERS and (not np.issubdtype(tensor.dtype, np.integer) or tensor.ndim != 1):
+            raise ValueError(f"{name} must be a list of integers, found {tensor.dtype} {list(tensor.shape)}")
+        if name == "weight_shape" and tensor.size != 2:
+            raise ValueError(f"weight_shape must hold the rows and the columns, found {tensor.tolist()}")
+        if name in SCALES and not np.issubdtype(tensor.dtype, np.floating):
+            raise ValueError(f"{name} must be floating point, found {tensor.dtype}")
+        if name in SCALES and not np.isfinite(tensor).all():
+            raise ValueError(f"{name} must be finite, found {tensor[~np.isfinite(tensor)][0]}")
+        if name == "weight" and tensor.ndim != 2:
+            raise ValueError(f"weight must be a matrix, found shape {list(tensor.shape)}")
+
+
 def module_shape(tensors: Mapping[str, Array], config: QuantConfig | None, module: str) -> tuple[int, ...]:
     """[out, in] of a linear module, without unpacking 4 or 8 bits a weight.
 
@@ -79,7 +103,7 @@ def module_shape(tensors: Mapping[str, Array], config: QuantConfig | None, modul
         return words.shape[1], words.shape[0] * WORD_BITS // scheme.bits
     if words is not None and words.ndim == 2 and isinstance(scheme, AwqConfig):  # along out
         return words.shape[1] * WORD_BITS // BITS, words.shape[0]
-    if shape is not None and shape.size == 2:
+    if shape is not None and shape.shape == (2,):
         return int(shape[0]), int(shape[1])
     return unpack_module(tensors, config, module).shape
 

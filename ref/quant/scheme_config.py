@@ -39,6 +39,8 @@ def parse_quantization_config(config: Mapping[str, Any]) -> QuantConfig:
         raise ValueError(f"quantization_config must be an object, found {config!r}")
     name = config.get("quant_method") or ("gptq" if "desc_act" in config else None)  # old GPTQ files do not say
     listed = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
+    if not isinstance(listed, list | tuple):
+        raise ValueError(f"quantization_config: modules_to_not_convert must be a list of modules, found {listed!r}")
     if name == "gptq":
         return QuantConfig(parse_gptq_config(config), tuple(listed))
     if name == "awq":
@@ -62,11 +64,12 @@ def _parse_fp8_config(config: Mapping[str, Any]) -> CtScheme:
     if block is None:
         how = "static" if activations == "static" else "token"
         return CtScheme("float-quantized", "float", 8, "channel", activations=how)
-    if len(block) != 2 or activations == "static":
+    sizes = block if isinstance(block, list | tuple) and all(type(size) is int and size > 0 for size in block) else ()
+    if len(sizes) != 2 or activations == "static":
         raise ValueError(
             f"quantization_config: weight_block_size {block!r} with {activations} activations is not known"
         )
-    return CtScheme("float-quantized", "float", 8, "block", block=(block[0], block[1]), activations="group")
+    return CtScheme("float-quantized", "float", 8, "block", block=(sizes[0], sizes[1]), activations="group")
 
 
 def read_quantization_config(folder: str | Path) -> QuantConfig | None:

@@ -158,6 +158,12 @@ def test_a_group_may_have_a_format_of_its_own() -> None:
         ("config_groups.group_0.input_activations", TOKEN_INT8, "are not supported in format pack-quantized"),
         ("config_groups.group_0.output_activations", TOKEN_INT8, "output_activations are not supported"),
         ("config_groups.group_0", {"targets": ["Linear"]}, "config_groups.group_0: 'weights'"),
+        ("config_groups.group_0.weights", None, "config_groups.group_0: weights must be an object, found None"),
+        ("config_groups.group_0.weights.block_structure", [128], "block_structure must be two positive integers"),
+        ("config_groups.group_0.weights.block_structure", [0, 0], "block_structure must be two positive integers"),
+        ("config_groups.group_0.targets", ["re:("], r"'re:\(' is no regular expression"),
+        ("ignore", ["re:("], r"'re:\(' is no regular expression"),
+        ("ignore", "lm_head", "ignore must be a list of modules, found 'lm_head'"),
     ],
 )
 def test_what_is_not_known_is_refused(path: str, value: Any, message: str) -> None:

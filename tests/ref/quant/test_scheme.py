@@ -1,6 +1,7 @@
 """ref.quant.scheme: from the words of a config to weights, and whole folders."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +129,51 @@ def test_qnt_08_modules_to_not_convert() -> None:
         ({**DEEPSEEK, "activation_scheme": "static"}, "weight_block_size"),
         ({**DEEPSEEK, "activation_scheme": "often"}, "activation_scheme 'often'"),
         ({**DEEPSEEK, "weight_block_size": [128]}, "weight_block_size"),
+        ({**DEEPSEEK, "weight_block_size": [0, 128]}, "weight_block_size"),
+        ({**DEEPSEEK, "weight_block_size": "128"}, "weight_block_size"),
+        ({**AWQ, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert must be a list of modules, found 'lm_h"),
     ],
 )
 def test_what_is_not_known_is_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_quantization_config(config)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "change", "message"),
+    [
+        ("scales", lambda x: np.where(x == x.flat[0], np.nan, x), "scales must be finite, found nan"),
+        ("scales", lambda x: np.where(x == x.flat[0], np.inf, x), "scales must be finite, found inf"),
+        ("scales", lambda x: x.astype(np.int32), "scales must be floating point, found int32"),
+        ("qweight", lambda x: x.astype(np.float32), "qweight must be a matrix of int32, found float32"),
+        ("qweight", lambda x: x.reshape(-1), "qweight must be a matrix of int32, found int32"),
+        ("qzeros", lambda x: x.astype(np.int64), "qzeros must be a matrix of int32, found int64"),
+        ("g_idx", lambda x: x.astype(np.float32), "g_idx must be a list of integers, found float32"),
+        ("g_idx", lambda x: x + 1, "g_idx must hold 192 numbers from 0 to 5"),
+    ],
+)
+def test_qnt_09_damaged_tensors_are_refused_by_name(
+    weight: np.ndarray, suffix: str, change: Callable[[np.ndarray], np.ndarray], message: str
+) -> None:
+    tensors = gptq_pack(grouped_quantize(weight, 4, 32, symmetric=False))
+    tensors[suffix] = change(tensors[suffix])
+    with pytest.raises(ValueError, match=f"module a: {message}"):
+        dequantize_module(named("a", tensors), parse_quantization_config(GPTQ), "a")
+
+
+@pytest.mark.parametrize("scale", ["weight_scale", "weight_scale_inv"])
+def test_a_scale_beside_a_weight_in_floating_point_is_refused(weight: np.ndarray, scale: str) -> None:
+    """Taken as it is, the weight would be that many times too large, or too small."""
+    tensors = named("a", {"weight": weight, scale: np.ones((1, 2), np.float32)})
+    with pytest.raises(ValueError, match=f"module a: its weight is in floating point, but {scale} is there too"):
+        dequantize_module(tensors, parse_quantization_config(DEEPSEEK), "a")
+
+
+def test_codes_that_are_no_matrix_are_refused(weight: np.ndarray) -> None:
+    codes, scale = fp8_block_quantize(weight)
+    tensors = named("a", {"weight": codes.reshape(-1), "weight_scale_inv": scale})
+    with pytest.raises(ValueError, match=r"module a: weight must be a matrix, found shape \[3072\]"):
+        dequantize_module(tensors, parse_quantization_config(DEEPSEEK), "a")
 
 
 def test_integers_that_nobody_uses_are_refused(weight: np.ndarray) -> None:

@@ -6,6 +6,7 @@ python -m conformance --target host [--schedule in_step|greedy|random] [--saniti
 python -m conformance --target gpu [--portable] [--quick] …
 python -m conformance --op OP --impl FILE.cu:entry|FILE.py:function|module:function [--target cpu|host|gpu] …
 python -m conformance export DIR [--target host|gpu] [--op STEM] [--case NAME] [--seed N]   cases as files
+python -m conformance --results                         stored runs on GPUs, and which kernels changed since
 python -m conformance --layers DIR [--ids 1,2,3] [--seed N]   the engine and ref layer by layer
 python -m conformance --exercises                       lists the exercises of ref/EXERCISES.md
 python -m conformance --exercise N --impl FILE.py:function [--case NAME] [--seed N]
@@ -33,7 +34,7 @@ from conformance.implementation import ImplementationError
 from conformance.layers import compare_layers, prompt_for
 from conformance.machines import Machine, MachineMissing, gpu_machine, host_machine
 from conformance.memory import NumpyMemory
-from conformance.report import junit, report
+from conformance.report import junit, report, result_lines
 from conformance.suite import KERNEL_TARGETS, NO_KERNEL, TARGETS, cases, left_out, quick, rerun_command, target_ops
 from engine.errors import GlintError
 
@@ -41,6 +42,9 @@ from engine.errors import GlintError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, 1 if a case failed, 2 if there was nothing to run or nothing to run it on."""
     args = _parse(sys.argv[1:] if arguments is None else arguments)
+    if args.results:
+        print("\n".join(result_lines()) or "conformance/results holds no run")
+        return 0
     if args.exercises or args.exercise is not None:
         return _exercise(args)
     if args.layers is not None:
@@ -144,6 +148,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--exercise", type=int, metavar="N", help="check a solution of exercise N; without --impl, its task"
     )
     what.add_argument("--layers", type=Path, metavar="DIR", help="compare the engine with ref on this checkpoint")
+    what.add_argument("--results", action="store_true", help="list the stored runs, and which kernels changed since")
     parser.add_argument("--export", type=Path, metavar="DIR", help=argparse.SUPPRESS)
     parser.add_argument("--ids", help="of --layers: token ids with commas between them (default: random ones)")
     parser.add_argument(

@@ -33,6 +33,7 @@ Swap = Callable[[Instance], Instance]
 MAX_ROWS = 64  # of logits
 HOST_ROW_THREADS = 64  # of a block that owns a row of logits: fewer are quicker here, and see more rounds
 CPU_THREADS = 3  # more than one, so that matrix products are shared out, and odd, so that shares differ in size
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
 INCLUDE = re.compile(r'^#include "(\w+\.cuh)"', re.MULTILINE)
 
 
@@ -116,8 +117,8 @@ def gpu_machine(cases: Sequence[Case], portable: bool = False, swap: Swap | None
     properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
     about = {
         "gpu": properties["name"].decode(),
-        "driver": str(cupy.cuda.runtime.driverGetVersion()),
-        "cuda": str(cupy.cuda.runtime.runtimeGetVersion()),
+        "driver": _driver_version() or f"CUDA {cupy.cuda.runtime.driverGetVersion()}",
+        "cuda": f"runtime {cupy.cuda.runtime.runtimeGetVersion()}, NVRTC {compiler.nvrtc.getVersion()}",
         "cupy": cupy.__version__,
     }
     return Machine(_ops(device), DeviceMemory(device, to_device, to_host, view), about, kernels)
@@ -139,6 +140,15 @@ def _cupy() -> Any:
     if not count:
         raise MachineMissing(f"looked for an NVIDIA GPU by CuPy {cupy.__version__}, and found none")
     return cupy
+
+
+def _driver_version() -> str:
+    """As the kernel module says it, such as 580.95.05; "" where it cannot be asked."""
+    try:
+        found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", DRIVER_FILE.read_text("utf-8"))
+    except OSError:
+        return ""
+    return found[0] if found else ""
 
 
 def kernels_of(cases: Sequence[Case], like: Device, swap: Swap | None = None) -> tuple[Instance, ...]:

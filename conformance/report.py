@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 from conformance.case import Result
+from conformance.host_build import CUDA
 from conformance.machines import Machine, kernel_hash
 
 ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).parent / "results"  # reports of runs on GPUs
 SOURCES = {"cpu": ("engine/cpu", "engine/models", "engine", "ref"), "golden": ("ref/model",)}  # where a stem's file is
 
 
@@ -44,6 +47,30 @@ def report(target: str, results: Sequence[Result], machine: Machine) -> dict[str
             for result in ran
         ],
     }
+
+
+def result_lines(folder: Path = RESULTS) -> list[str]:
+    """A line a stored run: where and when, how it went, and which kernels have changed since."""
+    lines = []
+    for path in sorted(folder.glob("*.json")):
+        stored = json.loads(path.read_text("utf-8"))
+        statuses = [case["status"] for case in stored["cases"]]
+        changed = changed_kernels(stored)
+        since = f"changed since: {', '.join(changed)}" if changed else "no kernel has changed since"
+        lines.append(
+            f"{path.name}: {stored['gpu'] or stored['target']}, {stored['date']}, {statuses.count('ok')} passed, "
+            f"{statuses.count('FAIL')} failed; {since}"
+        )
+    return lines
+
+
+def changed_kernels(stored: Mapping[str, Any], folder: Path = CUDA) -> list[str]:
+    """Stems of a report whose .cu or headers are not what they were, or that are no more."""
+    return [
+        stem
+        for stem, digest in stored["kernels"].items()
+        if not (folder / f"{stem}.cu").is_file() or kernel_hash(stem, folder) != digest
+    ]
 
 
 def source_hash(target: str, stem: str) -> str:

@@ -17,7 +17,7 @@ from conformance import host_build
 from conformance.case import Case
 from conformance.compare import elementwise_error
 from conformance.machines import kernel_hash
-from conformance.report import source_hash
+from conformance.report import RESULTS, result_lines, source_hash
 from conformance.suite import target_ops
 from ref.rmsnorm import add_rmsnorm
 
@@ -160,6 +160,25 @@ def test_export(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         errors = elementwise_error(answer, golden)
         assert np.sqrt(np.mean(errors**2)) <= about["outputs"][name]["limit"]
         assert errors.max() <= about["outputs"][name]["worst_limit"] < 0.1
+
+
+def test_stored_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each passed when it was stored, and the kernels that have changed since are named."""
+    for path in RESULTS.glob("*.json"):
+        stored = json.loads(path.read_text())
+        assert {case["status"] for case in stored["cases"]} == {"ok"}, path.name
+        assert stored["gpu"]
+        assert stored["kernels"].keys() >= {"rmsnorm", "attention_decode", "linear"}
+    kernels = {"embedding": kernel_hash("embedding"), "rmsnorm": "0" * 64, "gone": "1" * 64}
+    cases = [{"status": "ok"}, {"status": "FAIL"}]
+    stored = {"gpu": "Some GPU", "target": "gpu", "date": "2026-11-30", "kernels": kernels, "cases": cases}
+    (tmp_path / "some.json").write_text(json.dumps(stored))
+    assert result_lines(tmp_path) == [
+        "some.json: Some GPU, 2026-11-30, 1 passed, 1 failed; changed since: rmsnorm, gone"
+    ]
+    status, lines, _ = run(capsys, "--results")
+    assert status == 0
+    assert lines
 
 
 def test_a_hash_of_a_kernel_covers_its_headers(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@
 // sums       float32, mma by mma in the order of steps within a warp, then warp by warp; one rounding at the end, and with
 //            a gate one of each z before it
 // launcher   grid ⌈out_features / (16 · kRowTiles)⌉, block 32 · kWarps, shared memory kWarps · 8 · kTokenTiles ·
-//            (16 · kRowTiles + 4) floats; num_tokens ≤ 8 · kTokenTiles; prefetch: how many more steps of a warp are
-//            brought to L2 while the kernel before runs
+//            (16 · kRowTiles + 4) floats; num_tokens ≤ 8 · kTokenTiles
 #include "activation.cuh"
 #include "vec.cuh"
 
@@ -26,7 +25,7 @@ constexpr int kStep = 32;  // numbers of a row that a warp takes at once: 4 thre
 template <typename T, typename Y, Activation kActivation, int kRowTiles, int kTokenTiles, int kAhead, int kWarps>
 __global__ void __launch_bounds__(32 * kWarps)
     linear_skinny(const T* x, const T* __restrict__ weight, const T* __restrict__ bias, Y* y, int num_tokens,
-                  int out_features, int in_features, index_t x_stride, int prefetch) {
+                  int out_features, int in_features, index_t x_stride) {
   constexpr int kRows = 16 * kRowTiles, kTokens = 8 * kTokenTiles;
   dependency_launch();  // what comes after may fetch its own weights; it waits for y by itself
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, pair = lane % 4;
@@ -69,12 +68,6 @@ __global__ void __launch_bounds__(32 * kWarps)
 #pragma unroll
   for (int u = 0; u < kAhead; ++u)
     if (u < num_steps) load_weight(u, w[u]);
-  for (int step = kAhead; step < min(num_steps, kAhead + prefetch); ++step) {
-    const int k = min((step * kWarps + warp) * kStep + lane % 2 * 16, in_features - 8);  // 32 bytes a lane
-#pragma unroll
-    for (int tile = 0; tile < kRowTiles; ++tile)
-      prefetch_l2(weight + row_of(16 * tile + lane / 2) * in_features + k);
-  }
   dependency_wait();
 #pragma unroll
   for (int u = 0; u < kAhead; ++u)

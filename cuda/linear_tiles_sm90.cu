@@ -2,7 +2,8 @@
 //            sm_90a
 // maths      z[m, n] = Σ_k x[m, k] · weight[n, k] (+ bias[n]); y = z, or with a gate y[m, n] = f(z[m, n]) · z[m, size + n]
 //            with size = out_features / 2
-// tensors    as those of linear_tiles.cu
+// tensors    as those of linear_tiles.cu, but for partials [num_splits, num_blocks of a split, numbers of a tile] and a
+//            counter for each block of a split
 // a block    owns kRows rows of the weight (half of them gates, if there are any), kTokens tokens and one of num_splits
 //            parts of in_features, which it takes in steps of 64: kStages − 2 of them are on the way through shared
 //            memory, two are with the tensor cores. A warpgroup has 64 rows and all tokens
@@ -11,8 +12,7 @@
 // sums       float32, in the order of in_features within a split, then split by split by the block that comes last; one
 //            rounding at the end, and with a gate one of each z before it
 // launcher   grid (⌈num_tokens / kTokens⌉, ⌈out_features / kRows⌉, num_splits), block 128 · kGroups, shared memory
-//            kStages · (kTokens + kRows) · 128 + 1024 bytes; no split is empty; prefetch: how many more steps are brought
-//            to L2 while the kernel before runs
+//            kStages · (kTokens + kRows) · 128 + 1024 bytes; no split is empty
 #include "activation.cuh"
 #include "ptx_sm90.cuh"
 #include "vec.cuh"
@@ -28,8 +28,7 @@ __device__ __forceinline__ int place(int row, int piece) { return row * kRowByte
 template <typename T, typename Y, Activation kActivation, int kTokens, int kGroups, int kStages>
 __global__ void __launch_bounds__(128 * kGroups)
     linear_tiles_sm90(const T* x, const T* __restrict__ weight, const T* __restrict__ bias, Y* y, float* partials,
-                      unsigned* counters, int num_tokens, int out_features, int in_features, index_t x_stride,
-                      int prefetch) {
+                      unsigned* counters, int num_tokens, int out_features, int in_features, index_t x_stride) {
   constexpr int kThreads = 128 * kGroups, kRows = kGroupRows * kGroups;
   constexpr int kStageBytes = (kTokens + kRows) * kRowBytes;  // the rows of the weight, then the tokens
   constexpr int kLineRows = kThreads / kStepPieces;           // rows that the block copies at once
@@ -76,10 +75,6 @@ __global__ void __launch_bounds__(128 * kGroups)
 #pragma unroll
   for (int stage = 0; stage < kStages - 2; ++stage)
     if (begin + stage < end) copy_weight(begin + stage);
-  for (int i = threadIdx.x; i < 4 * kRows * min(prefetch, end - begin - kStages + 2); i += kThreads) {
-    const int row = i / 4 % kRows, k = (begin + kStages - 2 + i / (4 * kRows)) * kStep + i % 4 * 16;
-    if (out_of(row) < size) prefetch_l2(weight + row_of(row) * in_features + min(k, in_features - 8));
-  }
   dependency_wait();
 #pragma unroll
   for (int stage = 0; stage < kStages - 2; ++stage)

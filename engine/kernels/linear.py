@@ -32,7 +32,7 @@ class Skinny:
     row_tiles: int
     ahead: int
     warps: int
-    prefetch: int = 0
+    blocks_per_sm: int = 0  # at most, where more would only be in each other's way; 0: as many as there is room for
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,7 @@ class Tiles:
     token_warps: int
     row_warps: int
     stages: int
-    blocks_per_sm: int = 1  # that a grid is split for
-    prefetch: int = 0
+    blocks_per_sm: int = 1
 
     @property
     def tokens(self) -> int:
@@ -61,6 +60,7 @@ class Tiles:
 
     @property
     def shared_bytes(self) -> int:
+        """Without the tile of y."""
         return self.stages * (self.tokens + self.rows) * STEP_BYTES
 
     @property
@@ -75,8 +75,7 @@ class Wgmma:
     tokens: int
     groups: int
     stages: int
-    blocks_per_sm: int = 1  # that a grid is split for
-    prefetch: int = 0
+    blocks_per_sm: int = 1
 
     @property
     def rows(self) -> int:
@@ -106,25 +105,25 @@ CHOICES: tuple[tuple[int, float, Choice], ...] = (
     (8, 640, Skinny(1, 4, 8)),
     (8, 1280, Tiles(1, 1, 1, 4, 11, blocks_per_sm=2)),
     (8, 4000, None),
-    (8, ANY, Tiles(1, 1, 1, 4, 7)),
+    (8, ANY, Tiles(1, 1, 1, 4, 7, blocks_per_sm=3)),
     (16, 320, Tiles(1, 1, 1, 4, 11, blocks_per_sm=2)),
     (16, 640, Tiles(1, 1, 1, 2, 12, blocks_per_sm=3)),
     (16, 1280, Tiles(1, 1, 1, 4, 11, blocks_per_sm=2)),
     (16, 4000, None),
-    (16, ANY, Tiles(1, 1, 1, 4, 7)),
+    (16, ANY, Tiles(1, 1, 1, 4, 7, blocks_per_sm=3)),
     (32, 320, Tiles(2, 1, 1, 4, 7, blocks_per_sm=2)),
     (32, 640, None),
     (32, 1280, Tiles(2, 1, 1, 4, 7, blocks_per_sm=2)),
     (32, 4000, None),
     (32, ANY, Wgmma(64, 2, 8)),
-    (32, ANY, Tiles(2, 2, 1, 4, 4)),
+    (32, ANY, Tiles(2, 2, 1, 4, 4, blocks_per_sm=2)),
     (64, 640, None),
     (64, 1280, Wgmma(64, 1, 10)),
     (64, 1280, None),
     (64, 4000, Wgmma(64, 2, 8)),
     (64, 4000, None),
     (64, ANY, Wgmma(64, 4, 5)),
-    (64, ANY, Tiles(4, 2, 1, 4, 4)),
+    (64, ANY, Tiles(4, 2, 1, 4, 3, blocks_per_sm=2)),
 )
 
 
@@ -191,7 +190,8 @@ def choose(x: Array, out_features: int, device: Device) -> Choice:
 
 def fitting(tiles: Tiles, max_shared_bytes: int) -> Tiles:
     """With fewer stages, and where that is not enough with fewer rows, if a block has too little shared memory."""
-    stages = max_shared_bytes // (tiles.shared_bytes // tiles.stages)
+    tile_of_y = tiles.tokens * (4 * tiles.rows + 16) + 16  # in float32
+    stages = (max_shared_bytes - tile_of_y) // (tiles.shared_bytes // tiles.stages)
     if stages < MIN_STAGES:
         return fitting(replace(tiles, row_warps=tiles.row_warps // 2), max_shared_bytes)
     return replace(tiles, stages=min(tiles.stages, stages))
@@ -212,10 +212,12 @@ def launch(
     """
     types = f"{type_name('linear', 'x', x)}, {type_name('linear', 'y', y)}, {activation}"
     num_tokens, (out_features, in_features) = x.shape[0], weight.shape
-    sizes = (*map(np.int32, (num_tokens, out_features, in_features)), stride(x), np.int32(choice.prefetch))
+    sizes = (*map(np.int32, (num_tokens, out_features, in_features)), stride(x))
     if isinstance(choice, Skinny):
         token_tiles = next(tiles for tiles in (1, 2, 4) if SKINNY_TOKENS * tiles >= num_tokens)
         rows = SKINNY_ROWS * choice.row_tiles
+        shared_bytes = 4 * choice.warps * SKINNY_TOKENS * token_tiles * (rows + 4)
+        room = (device.max_shared_bytes + 1024) // choice.blocks_per_sm - 1024 if choice.blocks_per_sm else 0
         device.launch(
             Instance(
                 "linear", f"linear_skinny<{types}, {choice.row_tiles}, {token_tiles}, {choice.ahead}, {choice.warps}>"
@@ -223,25 +225,25 @@ def launch(
             (ceil_div(out_features, rows),),
             (32 * choice.warps,),
             [x, weight, bias, y, *sizes],
-            shared_bytes=4 * choice.warps * SKINNY_TOKENS * token_tiles * (rows + 4),
+            shared_bytes=max(shared_bytes, room),
         )
         return
-    splits = num_splits(choice, num_tokens, out_features, in_features, device.num_sms)
     blocks = (ceil_div(num_tokens, choice.tokens), ceil_div(out_features, choice.rows))
-    partials = None
-    if splits > 1:
-        partials = device.empty((splits, blocks[0] * choice.tokens, blocks[1] * choice.rows), np.float32)
-    stem = "linear_tiles" if isinstance(choice, Tiles) else "linear_tiles_sm90"
+    steps = ceil_div(in_features, STEP)
+    if isinstance(choice, Tiles):
+        grid: tuple[int, ...] = (min(choice.blocks_per_sm * device.num_sms, blocks[0] * blocks[1] * steps),)
+        parts: tuple[int, ...] | None = (grid[0], 2, choice.tokens * choice.rows)
+        stem, shared_bytes = "linear_tiles", choice.shared_bytes + choice.tokens * (choice.rows * y.itemsize + 16) + 16
+    else:  # as many splits as give every SM its blocks, none shorter than the stages
+        splits = max(1, min(choice.blocks_per_sm * device.num_sms // (blocks[0] * blocks[1]), steps // choice.stages))
+        grid = (*blocks, splits)
+        parts = (splits, blocks[0] * choice.tokens, blocks[1] * choice.rows) if splits > 1 else None
+        stem, shared_bytes = "linear_tiles_sm90", choice.shared_bytes
+    partials = device.empty(parts, np.float32) if parts else None
     device.launch(
         Instance(stem, f"{stem}<{types}, {', '.join(map(str, choice.template))}>"),
-        (*blocks, splits),
+        grid,
         (choice.threads,),
-        [x, weight, bias, y, partials, device.counters if splits > 1 else None, *sizes],
-        shared_bytes=choice.shared_bytes,
+        [x, weight, bias, y, partials, device.counters, *sizes],
+        shared_bytes=shared_bytes,
     )
-
-
-def num_splits(choice: Tiles | Wgmma, num_tokens: int, out_features: int, in_features: int, num_sms: int) -> int:
-    """Parts of in_features: as many as give every SM its blocks, none shorter than the stages."""
-    blocks = ceil_div(num_tokens, choice.tokens) * ceil_div(out_features, choice.rows)
-    return max(1, min(choice.blocks_per_sm * num_sms // blocks, ceil_div(in_features, STEP) // choice.stages))

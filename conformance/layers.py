@@ -73,7 +73,7 @@ def prompt_for(folder: Path, seed: int, ids: str | None = None) -> list[int]:
     Raises:
         ValueError: no checkpoint in the folder, or ids that are none of its vocabulary.
     """
-    check_checkpoint("--layers", folder)
+    check_checkpoint("the checkpoint", folder)
     vocab_size = read_config(folder).vocab_size
     if ids is not None:
         return parse_ids(ids, vocab_size)

@@ -12,7 +12,7 @@ def check_checkpoint(option: str, folder: Path, config: Path | None = None) -> N
     """Refuses what cannot be a checkpoint, before it is opened.
 
     Args:
-        option: how the folder was named on the command line, such as "--model".
+        option: what the message calls it, such as "--model".
         folder: of the config.json and the weights.
         config: a config.json that is read instead of the folder's own.
 

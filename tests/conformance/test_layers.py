@@ -81,7 +81,10 @@ def test_the_command_names_the_place(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--layers", "nowhere"], "--layers nowhere: the checkpoint must be a folder with config.json and *.safetensors; nowhere is none"),
+        (
+            ["--layers", "nowhere"],
+            "--layers nowhere: the checkpoint must be a folder with config.json and *.safetensors; nowhere is none",
+        ),
         (["--ids", "1,x"], "--ids must be integers separated by commas, such as 1,2,3; found '1,x'"),
         (["--ids", "99999999999999999999"], "--ids has 99999999999999999999; ids of this model are 0 to "),
     ],

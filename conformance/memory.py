@@ -92,6 +92,9 @@ class BorderedDevice:
     def to_host(self, array: Array) -> NDArray[Any]:
         return self._device.to_host(array)
 
+    def start_copy(self, array: Array) -> Callable[[], NDArray[Any]]:
+        return self._device.start_copy(array)
+
     def launch(
         self, instance: Instance, grid: Dims, block: Dims, arguments: Sequence[Argument], shared_bytes: int = 0
     ) -> None:

@@ -125,7 +125,7 @@ def _sample_reference(logits: Array, filters: dict[str, Array], storage: str | N
 
 
 def _sample_candidate(ops: OpTable, logits: Array, filters: dict[str, Array]) -> Outputs:
-    token_ids, status = ops.sampling.to_host(ops.sampling.sample_rows(logits, **filters))
+    token_ids, status = ops.sampling.start_copy(ops.sampling.sample_rows(logits, **filters))()
     return {"token_ids": token_ids, "status": status}
 
 
@@ -296,4 +296,4 @@ def _edit_candidate(ops: OpTable, logits: Array) -> Outputs:
     num_output = np.full(len(slots), len(EDITED_OUTPUT))
     edits = pack_edits(list(EDITED), slots, num_output, [row in (2, 6) for row in EDITED])
     reasons, raw = ops.sampling.edit_logits(logits, edits)
-    return {"logits": logits, "reasons": ops.sampling.to_host(reasons), "raw": ops.sampling.to_host(raw)}
+    return {"logits": logits, "reasons": ops.sampling.start_copy(reasons)(), "raw": ops.sampling.start_copy(raw)()}

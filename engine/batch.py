@@ -60,6 +60,11 @@ class ForwardBatch:
         return int(self.token_ids.shape[0])
 
 
+def unknown_id(slot: int) -> int:
+    """Stands for the id that the step before samples in a slot, until it is known: −1, −2, …"""
+    return -1 - slot
+
+
 def token_positions(plan: StepPlan) -> Int32:
     """Position of every token of the step in its sequence, [num_tokens]."""
     counts = np.diff(plan.cu_seqlens_q)

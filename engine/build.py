@@ -8,6 +8,7 @@ import logging
 import time
 from dataclasses import dataclass
 
+from engine.admission import Limits
 from engine.api import ModelInfo
 from engine.backends.backend import Backend
 from engine.blocks import BlockManager
@@ -17,7 +18,7 @@ from engine.comm.communicator import OneRank
 from engine.config import EngineConfig, ModelConfig, StepLimits
 from engine.errors import ConfigError
 from engine.faults import Faults
-from engine.loop import Engine, Limits
+from engine.loop import Engine
 from engine.memory import MemoryPlan
 from engine.model_config.read import summary
 from engine.models.model import Model
@@ -140,7 +141,7 @@ def _assemble(
         eos_token_ids=model.config.eos_token_ids,
         soft_prompt_ids=soft_prompt_ids,
     )
-    return Engine(scheduler, runner, request_limits, config.seed, faults)
+    return Engine(scheduler, runner, request_limits, config.seed, faults, backend.overlaps)
 
 
 def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:

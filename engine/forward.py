@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,18 +32,27 @@ class Forward(Protocol):
         """These rows of hidden, [num_rows, hidden_size]."""
         ...
 
+    def remember(self, slots: NDArray[np.int32], token_ids: Array) -> None:
+        """Keeps the ids sampled in these slots for a step that names them by batch.unknown_id."""
+        ...
+
 
 class EagerForward:
     """Op by op, on arrays of any target whose index tables are NumPy's: what a CPU does."""
 
-    def __init__(self, model: Model, comm: OneRank, cache: KVCache, rope: RopeTable) -> None:
+    def __init__(self, model: Model, comm: OneRank, cache: KVCache, rope: RopeTable, num_slots: int) -> None:
+        self._last_ids = np.zeros(num_slots, np.int32)
         self._model, self._comm, self._cache, self._rope = model, comm, cache, rope
         norms = [piece.norm for piece in model.pieces] + [model.final_norm]
         self._first_norm, self._next_norms = norms[0], norms[1:]
 
     def batch(self, plan: StepPlan) -> ForwardBatch:
         rope_rows = self._rope.rows(token_positions(plan), plan.rope_lens[token_sequences(plan)])
-        return build_batch(plan, self._cache.block_size, rope_rows)
+        batch = build_batch(plan, self._cache.block_size, rope_rows)
+        token_ids = plan.token_ids
+        if (token_ids < 0).any():
+            token_ids = np.where(token_ids < 0, self._last_ids[-1 - token_ids], token_ids)
+        return replace(batch, token_ids=token_ids)
 
     def __call__(self, batch: ForwardBatch) -> Array:
         residual = self._model.embed(batch)
@@ -54,3 +64,6 @@ class EagerForward:
 
     def rows(self, hidden: Array, indices: NDArray[np.int32]) -> Array:
         return hidden[indices]
+
+    def remember(self, slots: NDArray[np.int32], token_ids: Array) -> None:
+        self._last_ids[slots] = token_ids

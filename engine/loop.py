@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from engine.admission import Limits, check_request, make_sequences
 from engine.api import FinishReason, GenerationRequest, TokenEvent
-from engine.batch import StepPlan
+from engine.batch import StepPlan, unknown_id
 from engine.errors import CapacityError, EngineDeadError, RequestError
 from engine.faults import Faults
-from engine.prefix_lm import check_prefix_request
-from engine.runner import ModelRunner, PromptScores, StepResult
-from engine.sampler import check_tokens_left
+from engine.runner import ModelRunner, PromptScores, StartedStep, StepResult
+from engine.sampler import needs_tokens
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence
+from engine.sequence import Sequence, SequenceState
 from engine.stats import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -30,15 +30,13 @@ MAX_FAILED_STEPS = 8  # in a row; then the engine itself is at fault, not a requ
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What a request may ask for."""
+class InFlight:
+    """A step that has been launched and whose tokens are not known yet."""
 
-    vocab_size: int
-    max_model_len: int
-    max_logprobs: int
-    max_waiting: int
-    eos_token_ids: tuple[int, ...]
-    soft_prompt_ids: tuple[int, ...] = ()  # before every prompt, in a model that reads it both ways
+    plan: StepPlan
+    seqs: list[Sequence]  # of its rows
+    started: StartedStep
+    positions: list[int]  # of the tokens to come, in their sequences, by rows that sample
 
 
 class Engine:
@@ -49,12 +47,21 @@ class Engine:
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: ModelRunner, limits: Limits, seed: int = 0, faults: Faults | None = None
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        limits: Limits,
+        seed: int = 0,
+        faults: Faults | None = None,
+        overlap: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.limits = limits
         self._faults = faults
+        self._overlap = overlap
+        self._in_flight: InFlight | None = None
+        self._num_informed = 0  # live sequences whose next step needs their tokens on the host
         self._random = np.random.default_rng(seed)
         self._live: dict[str, list[Sequence]] = {}
         self._failed_in_a_row = 0
@@ -67,7 +74,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._in_flight is not None
 
     @property
     def num_requests(self) -> int:
@@ -82,20 +89,7 @@ class Engine:
 
     def validate(self, request: GenerationRequest) -> None:
         """Raises RequestError for a request that can never be served."""
-        request.validate(self.limits.vocab_size, self.limits.max_model_len, self.limits.max_logprobs)
-        check_tokens_left(request.sampling, self.limits.vocab_size, self.limits.eos_token_ids)
-        num_prompt = len(request.prompt_ids)
-        num_rows = len(self.limits.soft_prompt_ids) + num_prompt
-        if self.limits.soft_prompt_ids:
-            check_prefix_request(request, num_rows, self.scheduler.max_num_batched_tokens)
-        blocks = self.scheduler.blocks
-        if blocks.blocks_for(num_rows) > blocks.num_blocks:
-            raise RequestError(
-                f"the prompt has {num_prompt} tokens, but the KV cache holds {blocks.num_blocks * blocks.block_size}: "
-                "shorten the prompt, or start the server with a larger --num-gpu-blocks-override",
-                "prompt",
-                "context_length_exceeded",
-            )
+        check_request(request, self.limits, self.scheduler.blocks, self.scheduler.max_num_batched_tokens)
 
     def add(self, request: GenerationRequest) -> None:
         """Queues a request.
@@ -109,8 +103,10 @@ class Engine:
             raise RequestError(f"request id {request.request_id} is in use", "request_id")
         if not self.has_room(request.sampling.n):
             raise CapacityError(f"{len(self.scheduler.waiting)} requests are waiting already; try again later")
-        seqs = self._make_sequences(request)
+        drawn = int(self._random.integers(2**63)) if request.sampling.seed is None else 0
+        seqs = make_sequences(request, self.limits, self.runner.rope, drawn)
         self._live[request.request_id] = seqs
+        self._num_informed += len(seqs) * needs_tokens(request.sampling)
         self.scheduler.add(seqs)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -124,33 +120,6 @@ class Engine:
         return [
             event for seqs in list(self._live.values()) for seq in list(seqs) for event in self._finish(seq, "abort")
         ]
-
-    def _make_sequences(self, request: GenerationRequest) -> list[Sequence]:
-        sampling = request.sampling
-        soft_prompt_ids = self.limits.soft_prompt_ids
-        num_prompt = len(soft_prompt_ids) + len(request.prompt_ids)
-        max_len = len(soft_prompt_ids) + self.limits.max_model_len
-        if sampling.max_tokens is not None:
-            max_len = min(max_len, num_prompt + sampling.max_tokens)
-        seed = int(self._random.integers(2**63)) if sampling.seed is None else sampling.seed
-        stop_ids: dict[int, int | None] = {} if sampling.ignore_eos else dict.fromkeys(self.limits.eos_token_ids)
-        stop_ids.update((token_id, token_id) for token_id in sampling.stop_token_ids)
-        seqs = [
-            Sequence(
-                request=request,
-                index=index,
-                seed=seed,
-                max_len=max_len,
-                stop_ids=stop_ids,
-                rope_len=self.runner.rope.rope_len(num_prompt),
-                soft_prompt_ids=soft_prompt_ids,
-                two_way_len=num_prompt if soft_prompt_ids else 0,
-            )
-            for index in range(sampling.n)
-        ]
-        for seq in seqs[1:]:
-            seq.first_sibling = seqs[0]
-        return seqs
 
     # ---- steps
 
@@ -167,21 +136,77 @@ class Engine:
             self._step_seconds += time.perf_counter() - started
 
     def _step(self) -> list[TokenEvent]:
+        overlaps = self._may_overlap()
+        if self._in_flight is not None and not overlaps:
+            return self._collect()  # what comes next must know everything
         plan = self._schedule()
-        events = [event for seq in self.scheduler.exhausted for event in self._finish(seq, "length")]
-        self.scheduler.exhausted.clear()
         self._sync_slots()
         if plan is None:
-            return events
+            return self._collect() + self._end_exhausted()
         self._steps += 1
         seqs = self.scheduler.planned(plan)
+        if overlaps:
+            return self._launch(plan, seqs) + self._end_exhausted()
+        events = self._end_exhausted()
         try:
             result = self._run(plan, seqs)
         except Exception as error:  # whatever a step raises must not end the requests that are not at fault
             return events + self._on_failed_step(seqs, error)
         self._failed_in_a_row = 0
         self.scheduler.commit(plan, seqs)
-        return events + self._take_results(plan, seqs, result)
+        return events + self._take_results(plan, seqs, result, None)
+
+    def _may_overlap(self) -> bool:
+        """Whether a step may be launched before the one before it is known.
+
+        Its rows then decode from tokens that only the device knows, so no row may need them on the host: for
+        penalties, logprobs, or to find out which of several sequences made a step fail.
+        """
+        quiet = self._faults is None and self._num_informed == 0
+        return self._overlap and quiet and not (self._failed_steps and any(map(_is_suspect, self._sequences())))
+
+    def _launch(self, plan: StepPlan, seqs: list[Sequence]) -> list[TokenEvent]:
+        """Starts a step, then takes what the one before gave, while the device computes."""
+        try:
+            started = self.runner.start(plan)
+        except Exception as error:
+            events = self._collect()
+            return events + self._on_failed_step([seq for seq in seqs if seq.state is SequenceState.RUNNING], error)
+        positions = []
+        for seq, samples in zip(seqs, plan.samples.tolist(), strict=True):
+            if samples:
+                positions.append(len(seq.token_ids))
+                seq.token_ids.append(unknown_id(seq.slot))
+        before, self._in_flight = self._in_flight, InFlight(plan, seqs, started, positions)
+        events = self._collect(before)
+        self.scheduler.commit(plan, seqs)
+        return events
+
+    def _collect(self, flight: InFlight | None = None) -> list[TokenEvent]:
+        """What a step gave that was launched earlier: the one in flight if none is named."""
+        if flight is None:
+            flight, self._in_flight = self._in_flight, None
+        if flight is None:
+            return []
+        try:
+            result = self.runner.finish(flight.started)
+        except Exception as error:  # steps behind it read what it should have written
+            self._in_flight = None
+            for seq in self._sequences():
+                while seq.token_ids[-1] < 0:
+                    seq.token_ids.pop()
+            return self._on_failed_step(list(self.scheduler.running), error)
+        self._failed_in_a_row = 0
+        return self._take_results(flight.plan, flight.seqs, result, flight.positions)
+
+    def _sequences(self) -> Iterator[Sequence]:
+        return (seq for seqs in self._live.values() for seq in seqs)
+
+    def _end_exhausted(self) -> list[TokenEvent]:
+        """Ends sequences that have filled the pool alone, unless their last token has ended them."""
+        exhausted = [seq for seq in self.scheduler.exhausted if seq.state is not SequenceState.FINISHED]
+        self.scheduler.exhausted.clear()
+        return [event for seq in exhausted for event in self._finish(seq, "length")]
 
     def _schedule(self) -> StepPlan | None:
         if self._faults is None:
@@ -222,7 +247,10 @@ class Engine:
             self.runner.release(slot)
         self.scheduler.released_slots.clear()
 
-    def _take_results(self, plan: StepPlan, seqs: list[Sequence], result: StepResult) -> list[TokenEvent]:
+    def _take_results(
+        self, plan: StepPlan, seqs: list[Sequence], result: StepResult, positions: list[int] | None
+    ) -> list[TokenEvent]:
+        """positions: where in its sequence the token of each row that samples belongs; None: at the end."""
         events: list[TokenEvent] = []
         if result.prompt_logprobs:
             for seq in seqs:
@@ -232,16 +260,21 @@ class Engine:
         sampling = [seq for seq, samples in zip(seqs, plan.samples.tolist(), strict=True) if samples]
         rows = zip(sampling, result.token_ids, result.logprobs, strict=True)
         for row, (seq, token_id, logprob) in enumerate(rows):
+            if seq.state is SequenceState.FINISHED:  # while the step was under way
+                continue
             if row in result.errors:
                 self._bad_rows += 1
                 events += self._finish(seq, "error", result.errors[row], discard=True)
                 continue
-            seq.token_ids.append(token_id)
+            if positions is None:
+                seq.token_ids.append(token_id)
+            else:
+                seq.token_ids[positions[row]] = token_id
             self._generated_tokens += 1
             finish: FinishReason | None = None
             if token_id in seq.stop_ids:
                 finish = "stop"
-            elif len(seq.token_ids) >= seq.max_len:
+            elif len(seq.token_ids) >= seq.max_len and seq.token_ids[-1] >= 0:
                 finish = "length"
             event = TokenEvent(
                 seq.request.request_id,
@@ -273,6 +306,7 @@ class Engine:
     def _end(self, seq: Sequence, discard: bool = False) -> None:
         self.scheduler.remove(seq, discard)
         self._forget_released_slots()
+        self._num_informed -= needs_tokens(seq.request.sampling)
         siblings = self._live[seq.request.request_id]
         siblings.remove(seq)
         if not siblings:
@@ -311,6 +345,10 @@ class Engine:
             steps=self._steps,
             step_seconds=self._step_seconds,
         )
+
+
+def _is_suspect(seq: Sequence) -> bool:
+    return seq.suspect
 
 
 def drain(engine: Engine) -> Iterable[TokenEvent]:

@@ -29,7 +29,7 @@ Numbers = NDArray[Any]  # of the host
 class SamplingOps(Protocol):
     """The part of the op table that the sampler uses, on logits [num_rows, vocab] float32 of the target.
 
-    All other arguments, and what token_logprobs and to_host return, are NumPy arrays. engine.cpu.sampling says what
+    All other arguments, and what token_logprobs returns, are NumPy arrays. engine.cpu.sampling says what
     each function takes and gives.
     """
 
@@ -52,7 +52,7 @@ class SamplingOps(Protocol):
         self, logits: Array, token_ids: Numbers, k: int, rows: Numbers | None = None, raw: Array | None = None
     ) -> tuple[Numbers, Numbers, Numbers]: ...
 
-    def to_host(self, array: Array) -> NDArray[Any]: ...
+    def start_copy(self, array: Array) -> Callable[[], NDArray[Any]]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from engine.kv_cache import KVCache
 from engine.models.model import Model
 from engine.ops import SamplingOps
 from engine.rope_table import RopeTable
-from engine.sampler import Sampler, prompt_logprobs
+from engine.sampler import Draw, Sampler, prompt_logprobs
 
 Array = Any
 LogitsHook = Callable[[Array, NDArray[np.int32]], None]  # (logits, slots); for fault injection in tests
@@ -42,6 +42,14 @@ class StepResult:
     token_ids: list[int]
     logprobs: list[TokenLogprob | None]
     errors: dict[int, str]  # row → why it could not be sampled; its token id means nothing
+    prompt_logprobs: dict[int, list[TokenLogprob]]
+
+
+@dataclass(frozen=True, slots=True)
+class StartedStep:
+    """A step that has been launched."""
+
+    draw: Draw | None  # None: no row samples
     prompt_logprobs: dict[int, list[TokenLogprob]]
 
 
@@ -70,17 +78,32 @@ class ModelRunner:
 
     def step(self, plan: StepPlan, logits_hook: LogitsHook | None = None) -> StepResult:
         """Runs the model on a plan, writes the KV of its tokens, and samples the rows that want it."""
+        return self.finish(self.start(plan, logits_hook))
+
+    def start(self, plan: StepPlan, logits_hook: LogitsHook | None = None) -> StartedStep:
+        """Launches a step and waits for nothing, save where prompt logprobs are wanted.
+
+        A token id below 0 is batch.unknown_id(slot): what the step before samples in that slot.
+        """
         hidden = self.forward(self.forward.batch(plan))
         scores = self._score_prompts(plan, hidden)
         rows = np.flatnonzero(plan.samples)
         if not len(rows):
-            return StepResult([], [], {}, scores)
+            return StartedStep(None, scores)
         logits = self.model.logits(self.forward.rows(hidden, plan.cu_seqlens_q[rows + 1] - np.int32(1)))
         slots = plan.slots[rows]
         if logits_hook is not None:
             logits_hook(logits, slots)
-        sampled = self.sampler.sample(logits, slots)
-        return StepResult(sampled.token_ids.tolist(), sampled.logprobs, sampled.errors, scores)
+        draw = self.sampler.start(logits, slots)
+        self.forward.remember(slots, draw.sampled[0])
+        return StartedStep(draw, scores)
+
+    def finish(self, started: StartedStep) -> StepResult:
+        """Waits for what a step gave."""
+        if started.draw is None:
+            return StepResult([], [], {}, started.prompt_logprobs)
+        sampled = self.sampler.finish(started.draw)
+        return StepResult(sampled.token_ids.tolist(), sampled.logprobs, sampled.errors, started.prompt_logprobs)
 
     def _score_prompts(self, plan: StepPlan, hidden: Array) -> dict[int, list[TokenLogprob]]:
         """Logprobs of the prompt token after each row that has one."""

@@ -6,7 +6,7 @@ logit_bias, masks), then temperature, top_k, top_p, min_p and one draw, then log
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +51,19 @@ class SampleResult:
     errors: dict[int, str]  # row → why it is bad
 
 
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A step's draw that has been launched; token ids are known when copy has been called."""
+
+    slots: Int32  # [num_rows]
+    needs: NDArray[np.uint8]  # [num_rows]
+    logits: Array  # [num_rows, vocab], edited
+    sampled: Array  # [2, num_rows], where the logits are: token ids, and whether they are any
+    copy: Callable[[], NDArray[Any]]  # the same on the host, waited for
+    raw_rows: Int32  # rows whose logits as the model gave them are kept, in raw
+    raw: Array | None
+
+
 def check_tokens_left(sampling: SamplingParams, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
     """Refuses masks that together leave no token for the first step.
 
@@ -70,6 +83,11 @@ def check_tokens_left(sampling: SamplingParams, vocab_size: int, eos_token_ids: 
     ]
     names = " and ".join(masks).replace("bad_words_ids", "bad_words")
     raise RequestError(f"no token is left to sample by {names}", masks[0].replace("bad_words_ids", "bad_words"))
+
+
+def needs_tokens(sampling: SamplingParams) -> bool:
+    """Whether the next draw of a sequence must know its tokens so far, or its logits be looked at, on the host."""
+    return needs_edits(sampling) or sampling.logprobs is not None or sampling.prompt_logprobs is not None
 
 
 class Sampler:
@@ -131,11 +149,16 @@ class Sampler:
         self._num_logprobs.pop(slot, None)
 
     def sample(self, logits: Array, slots: Int32) -> SampleResult:
-        """The next token of every row, which counts as output from then on.
+        """The next token of every row that is not bad, which counts as output from then on; see start and finish."""
+        result = self.finish(self.start(logits, slots))
+        self._num_output[slots[result.bad_rows]] -= 1
+        return result
+
+    def start(self, logits: Array, slots: Int32) -> Draw:
+        """Launches the edits and the draw of every row, and counts it as output, also one that turns out bad. Nothing is waited for.
 
         logits [num_rows, vocab] as the model gave them; rows that have penalties, bias or masks are overwritten.
-        slots [num_rows], each at most once. A row with NaN or +inf, and one in which nothing is left to sample, is
-        bad: it gets NO_TOKEN, does not count as output, and no other row is touched by it.
+        slots [num_rows], each at most once.
         """
         needs = self._needs[slots]
         raw_rows, reasons, raw = np.zeros(0, dtype=np.int32), None, None
@@ -154,15 +177,26 @@ class Sampler:
             self._stream[slots],
             reasons,
         )
-        token_ids, status = self._ops.to_host(sampled)
+        self._num_output[slots] += 1
+        return Draw(slots, needs, logits, sampled, self._ops.start_copy(sampled), raw_rows, raw)
+
+    def finish(self, draw: Draw) -> SampleResult:
+        """Waits for a draw: its tokens, and the logprobs of those that want them.
+
+        A row with NaN or +inf, and one in which nothing is left to sample, is bad: it gets NO_TOKEN, and no other row
+        is touched by it.
+        """
+        slots, needs = draw.slots, draw.needs
+        token_ids, status = draw.copy()
         bad_rows = status != SAMPLED
         self._record(slots, token_ids, bad_rows)
         logprobs: list[TokenLogprob | None] = [None] * len(slots)
         rows = np.flatnonzero((needs & _LOGPROBS != 0) & ~bad_rows)
         if len(rows):
             num_top = [self._num_logprobs[slot] for slot in slots[rows].tolist()]
+            raw_rows = draw.raw_rows
             sources = np.where(np.isin(rows, raw_rows), ~np.searchsorted(raw_rows, rows), rows).astype(np.int32)
-            found = self._ops.token_logprobs(logits, token_ids[rows], max(num_top), sources, raw)
+            found = self._ops.token_logprobs(draw.logits, token_ids[rows], max(num_top), sources, draw.raw)
             for row, k, entry in zip(rows.tolist(), num_top, _entries(token_ids[rows], *found), strict=True):
                 logprobs[row] = replace(entry, top=entry.top[:k])
         errors = {row: _ERRORS[int(status[row])] for row in np.flatnonzero(bad_rows).tolist()}
@@ -175,8 +209,7 @@ class Sampler:
         return pack_edits(rows, edits, self._num_output[edited], needs[rows] & _LOGPROBS != 0)
 
     def _record(self, slots: Int32, token_ids: Int32, bad_rows: NDArray[np.bool_]) -> None:
-        """Counts the tokens of rows that are not bad as output."""
-        self._num_output[slots] += ~bad_rows
+        """Tells the tokens of rows that are not bad to the edits of their slots."""
         if self._edits:
             for row, slot in enumerate(slots.tolist()):
                 if slot in self._edits and not bad_rows[row]:
@@ -193,7 +226,7 @@ def prompt_logprobs(logits: Array, next_ids: Int32, k: int, ops: SamplingOps) ->
     """
     none, neutral = np.zeros(len(next_ids), dtype=np.int64), np.ones(len(next_ids))
     greedy = ops.sample_rows(logits, none * 0.0, none, neutral, none * 0.0, none.astype(np.uint64), none, none)
-    if (ops.to_host(greedy)[1] != SAMPLED).any():
+    if (ops.start_copy(greedy)()[1] != SAMPLED).any():
         raise RequestFailedError(f"{_ERRORS[NOT_FINITE]} at the prompt")
     return _entries(next_ids, *ops.token_logprobs(logits, next_ids, k))
 

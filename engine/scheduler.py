@@ -102,6 +102,8 @@ class Scheduler:
     def commit(self, plan: StepPlan, seqs: list[Sequence]) -> None:
         """Notes that a step has been computed: KV of its tokens is in memory. seqs are its rows in order."""
         for seq, count in zip(seqs, np.diff(plan.cu_seqlens_q).tolist(), strict=True):
+            if seq.state is not SequenceState.RUNNING:  # the step before has ended it
+                continue
             seq.num_computed += count
             seq.suspect = seq.suspect and seq.num_remaining > 0
             if seq.num_computed // self.blocks.block_size > len(seq.prefix):
@@ -117,8 +119,8 @@ class Scheduler:
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for seq in list(self.running):
-            if seq.state is not SequenceState.RUNNING:
-                continue
+            if seq.state is not SequenceState.RUNNING or len(seq.token_ids) >= seq.max_len:
+                continue  # its last token has been launched, but is not known yet
             if len(seq.token_ids) - seq.num_computed > 1:
                 prefills.append(seq)
             elif not self.blocks.needs_block(seq) or self._make_room(seq):
@@ -151,7 +153,7 @@ class Scheduler:
                 break
             if any(older.num_overtaken >= MAX_OVERTAKEN for older in passed):
                 break
-            if self._waits_for_sibling(seq):
+            if self._waits_for_sibling(seq) or seq.token_ids[-1] < 0:  # preempted with a token that is not known yet
                 continue
             matched = self.blocks.match_prefix(seq)
             spare = len(self.running)

@@ -39,6 +39,7 @@ LAYERS = (
     ("engine.forward",),
     ("engine.sampler", "engine.runner", "engine.memory", "engine.kernels.forward", "engine.kernels.store"),
     ("engine.backends",),
+    ("engine.admission",),
     ("engine.loop",),
     ("engine.build",),
     (

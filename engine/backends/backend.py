@@ -22,6 +22,7 @@ class Backend(Protocol):
 
     ops: OpTable
     limits: StepLimits  # unless the user says others
+    overlaps: bool  # a step may be launched while the one before still runs
     description: str  # for the log: device, type of the weights
 
     def load(self, source: ModelSource, weight_map: WeightMap, config: EngineConfig, progress: bool) -> Weights:

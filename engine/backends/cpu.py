@@ -33,6 +33,7 @@ class CpuBackend:
         threadpool_limits(1, user_api="blas")  # the threads are those of engine.cpu.team
         self.ops = cpu_ops(num_threads)
         self.limits = LIMITS
+        self.overlaps = False
         self.description = f"device cpu, float32, {num_threads} threads"
 
     def load(self, source: ModelSource, weight_map: WeightMap, config: EngineConfig, progress: bool) -> Weights:
@@ -50,7 +51,7 @@ class CpuBackend:
     def make_forward(
         self, limits: StepLimits, model: Model, comm: OneRank, cache: KVCache, rope: RopeTable, num_positions: int
     ) -> Forward:
-        return EagerForward(model, comm, cache, rope)
+        return EagerForward(model, comm, cache, rope, limits.max_num_seqs)
 
     def warm_up(self, runner: ModelRunner) -> None:
         """A CPU has nothing to warm."""

@@ -51,6 +51,7 @@ class CudaBackend:
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._stream.use()
         self.limits = LIMITS
+        self.overlaps = True
         num_rows = max(config.step_limits(LIMITS).max_num_seqs, PROMPT_LOGPROB_ROWS)
         self.ops = kernel_ops(self._gpu, KernelSampling(self._gpu, num_rows))
         properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)

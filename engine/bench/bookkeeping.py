@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.admission import Limits
 from engine.api import GenerationRequest, SamplingParams
 from engine.batch import StepPlan, build_batch
 from engine.blocks import BlockManager
-from engine.loop import Engine, Limits
+from engine.loop import Engine
 from engine.runner import StepResult
 from engine.scheduler import Scheduler
 

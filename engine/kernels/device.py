@@ -6,7 +6,7 @@ wrappers, their grids and their checks are tested without a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,6 +42,10 @@ class Device(Protocol):
 
     def to_device(self, array: NDArray[Any], out: Array) -> None:
         """Copies a contiguous host array to one of the device, of the same shape and dtype."""
+        ...
+
+    def start_copy(self, array: Array) -> Callable[[], NDArray[Any]]:
+        """Begins a copy to the host after what was launched before, and no later; what is given waits for it."""
         ...
 
     def to_host(self, array: Array) -> NDArray[Any]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from engine.batch import ForwardBatch, StepPlan, build_batch, token_positions, token_sequences
 from engine.comm.communicator import OneRank
 from engine.kernels.embedding import embedding
-from engine.kernels.gpu import Gpu
+from engine.kernels.gpu import Gpu, copy_rows
 from engine.kv_cache import KVCache
 from engine.models.model import Model
 from engine.rope_table import RopeTable
@@ -25,7 +25,8 @@ from engine.weights import Norm
 Array = Any
 Int32 = NDArray[np.int32]
 
-FIELDS = ("token_ids", "positions", "cu_seqlens_q", "seq_lens", "slot_mapping", "logits_indices", "block_table")
+FIELDS = ("token_ids", "positions", "cu_seqlens_q", "seq_lens", "slot_mapping", "logits_indices")
+PADDING = {"token_ids": 0, "positions": 0, "seq_lens": 0, "slot_mapping": -1, "logits_indices": 0}
 NO_ROWS = np.empty((0, 0), np.float32)
 
 
@@ -57,10 +58,12 @@ class GpuForward:
         self._first_norm, self._next_norms = norms[0], norms[1:]
         self._rope_table = cupy.asarray(rope.table)
         room = 5 * max_num_tokens + 2 * (max_num_seqs + 1) + max_num_seqs * table_width
-        pinned = cupy.cuda.alloc_pinned_memory(4 * room)
-        self._host: Int32 = np.frombuffer(pinned, np.int32, room)
+        pinned = [cupy.cuda.alloc_pinned_memory(4 * room) for _ in range(2)]
+        self._host: list[Int32] = [np.frombuffer(memory, np.int32, room) for memory in pinned]
+        self._turn = 0
         self._device = cupy.empty(room, np.int32)
         self._cos_sin = cupy.empty((max_num_tokens, self._rope_table.shape[1]), np.float32)
+        self._last_ids = cupy.zeros(max_num_seqs, np.int32)  # by slot
         self._graphs: dict[int, tuple[Any, Array]] = {}  # by size: the graph, its hidden states
         self._pool = cupy.cuda.MemoryPool()  # what graphs compute in stays theirs
 
@@ -101,6 +104,10 @@ class GpuForward:
         )
         return self._run(self._upload(batch, None))
 
+    def remember(self, slots: Int32, token_ids: Array) -> None:
+        """Keeps sampled ids where they are; the host need not have seen them when the next step begins."""
+        self._last_ids[cupy.asarray(slots)] = token_ids
+
     def rows(self, hidden: Array, indices: Int32) -> Array:
         """Gathers rows of the hidden states."""
         return embedding(cupy.asarray(indices), hidden, device=self._gpu)
@@ -133,23 +140,32 @@ class GpuForward:
         return hidden
 
     def _upload(self, batch: ForwardBatch, size: int | None) -> ForwardBatch:
-        """The batch on the GPU, with size rows if one is given: one copy of all integers."""
-        num_seqs = len(batch.seq_lens)
-        padded = num_seqs if size is None else size
+        """The batch on the GPU, with size rows if one is given: one copy of all integers, one of the block table.
+
+        A graph reads the table with rows of its full width, of which only the columns in use are copied.
+        """
+        num_seqs, used = batch.block_table.shape
+        padded, width = (num_seqs, used) if size is None else (size, self._table_width)
+        host = self._host[self._turn]  # the other one may still be on its way
+        self._turn = 1 - self._turn
         placed: dict[str, Array] = {}
         at = 0
         for name in FIELDS:
-            value = getattr(batch, name)
-            shape = self._shape(name, value, padded, num_seqs)
-            count = int(np.prod(shape))
-            room = self._host[at : at + count].reshape(shape)
-            fill = {"slot_mapping": -1, "block_table": -1, "cu_seqlens_q": int(batch.cu_seqlens_q[-1])}.get(name, 0)
-            if padded != num_seqs or name == "block_table":
-                room[...] = fill
-            room[tuple(slice(0, n) for n in value.shape)] = value
-            placed[name] = self._device[at : at + count].reshape(shape)
+            value: Int32 = getattr(batch, name)
+            count = len(value) + padded - num_seqs
+            host[at : at + len(value)] = value
+            host[at + len(value) : at + count] = PADDING.get(name, int(batch.cu_seqlens_q[-1]))
+            placed[name] = self._device[at : at + count]
             at += count
-        self._device[:at].data.copy_from_host_async(self._host.ctypes.data, 4 * at, cupy.cuda.get_current_stream())
+        host[at : at + num_seqs * used] = batch.block_table.reshape(-1)
+        stream = cupy.cuda.get_current_stream()
+        address = host.ctypes.data
+        self._device.data.copy_from_host_async(address, 4 * at, stream)
+        placed["block_table"] = self._device[at : at + padded * width].reshape(padded, width)
+        copy_rows(address + 4 * at, placed["block_table"], num_seqs, 4 * used)
+        if (batch.token_ids < 0).any():
+            token_ids = placed["token_ids"]
+            token_ids[...] = cupy.where(token_ids < 0, self._last_ids[-1 - token_ids], token_ids)
         if batch.rope_cos_sin.size:
             cos_sin = cupy.asarray(batch.rope_cos_sin)
         else:
@@ -161,13 +177,6 @@ class GpuForward:
             two_way_lens=batch.two_way_lens,
             num_decodes=padded if size else batch.num_decodes,
         )
-
-    def _shape(self, name: str, value: Int32, padded: int, num_seqs: int) -> tuple[int, ...]:
-        if name == "block_table":
-            return padded, self._table_width
-        if padded == num_seqs:
-            return value.shape
-        return (padded + 1,) if name == "cu_seqlens_q" else (padded,)
 
     def _padding(self, size: int) -> ForwardBatch:
         """A decoding step of rows that nobody owns."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,21 @@ class Gpu:
         return cupy.empty(shape, dtype)
 
     def to_device(self, array: NDArray[Any], out: Array) -> None:
-        out.set(array)
+        out[...] = cupy.asarray(array)  # by way of pinned memory, so that nobody waits
+
+    def start_copy(self, array: Array) -> Callable[[], NDArray[Any]]:
+        pinned = cupy.cuda.alloc_pinned_memory(max(array.nbytes, 1))
+        copy: NDArray[Any] = np.frombuffer(pinned, array.dtype, array.size).reshape(array.shape)
+        stream = cupy.cuda.get_current_stream()
+        array.get(stream=stream, out=copy, blocking=False)
+        done = cupy.cuda.Event(disable_timing=True)
+        done.record(stream)
+
+        def wait() -> NDArray[Any]:
+            done.synchronize()
+            return copy
+
+        return wait
 
     def to_host(self, array: Array) -> NDArray[Any]:
         found: NDArray[Any] = cupy.asnumpy(array)
@@ -152,6 +166,19 @@ class Gpu:
         kernel = Kernel(instance.entry, function, cubin.static_shared_bytes, self.max_shared_bytes, overlaps)
         self._kernels[instance] = kernel
         return kernel
+
+
+def copy_rows(address: int, to: Array, num_rows: int, row_bytes: int) -> None:
+    """Begins a copy of num_rows rows without gaps from pinned memory to the beginnings of the rows of an array."""
+    if not (num_rows and row_bytes):
+        return
+    copy = driver.CUDA_MEMCPY2D()
+    copy.srcMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_HOST
+    copy.srcHost, copy.srcPitch = address, row_bytes
+    copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    copy.dstDevice, copy.dstPitch = to.data.ptr, to.strides[0]
+    copy.WidthInBytes, copy.Height = row_bytes, num_rows
+    check(driver.cuMemcpy2DAsync(copy, cupy.cuda.get_current_stream().ptr), "copy of the block table")
 
 
 def check(result: tuple[Any, ...], name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -125,9 +126,9 @@ class KernelSampling:
             self._device.launch(TOKEN_LOGPROBS, (num_wanted,), (self._row_threads,), arguments)
         return _logprobs(self._device.to_host(found), num_top)
 
-    def to_host(self, array: Array) -> NDArray[Any]:
-        """A copy on the host, when everything that was launched before has ended."""
-        return self._device.to_host(array)
+    def start_copy(self, array: Array) -> Callable[[], NDArray[Any]]:
+        """See engine.cpu.sampling.start_copy."""
+        return self._device.start_copy(array)
 
     def _check(self, logits: Array) -> tuple[int, int]:
         require("sampling", "logits", logits, (None, None), np.float32)

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.admission import Limits
 from engine.api import GenerationRequest, SamplingParams, TokenLogprob
 from engine.batch import StepPlan
 from engine.blocks import BlockManager, ChainHash, chain_hash
-from engine.loop import Engine, Limits
+from engine.loop import Engine
 from engine.runner import LogitsHook, PromptScores, StepResult
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence

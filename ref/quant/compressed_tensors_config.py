@@ -71,7 +71,7 @@ def parse_ct_config(config: Mapping[str, Any]) -> CtConfig:
         try:
             targets = tuple(group["targets"])
             for target in targets:
-                check_pattern(target)
+                _check_pattern(target)
                 if target != "Linear" and not target.startswith("re:") and "." not in target and target[:1].isupper():
                     raise ValueError(f"target {target!r} is not supported; known are Linear, names and re: patterns")
             parsed.append((targets, _parse_group(group, group.get("format") or config.get("format"))))
@@ -81,16 +81,16 @@ def parse_ct_config(config: Mapping[str, Any]) -> CtConfig:
     if not isinstance(ignore, list | tuple):
         raise ValueError(f"quantization_config: ignore must be a list of modules, found {ignore!r}")
     for entry in ignore:
-        check_pattern(entry)
+        _check_pattern(entry)
     return CtConfig(tuple(parsed), tuple(ignore))
 
 
 def _parse_group(group: Mapping[str, Any], name: str | None) -> CtScheme:
     if name not in FORMATS:
         raise ValueError(f"format {name!r} is not supported; known are {', '.join(FORMATS)}")
-    weights = group["weights"]
-    if not isinstance(weights, Mapping):
-        raise ValueError(f"weights must be an object, found {weights!r}")
+    if not isinstance(found := group["weights"], Mapping):
+        raise ValueError(f"weights must be an object, found {found!r}")
+    weights: Any = group["weights"]
     if group.get("output_activations"):
         raise ValueError("output_activations are not supported")
     kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits"), weights.get("strategy")
@@ -151,7 +151,7 @@ def _parse_activations(activations: Mapping[str, Any] | None, kind: str, name: s
     )
 
 
-def check_pattern(target: str) -> None:
+def _check_pattern(target: str) -> None:
     """Raises ValueError for what can name no module: no string, or "re:" and no regular expression."""
     if not isinstance(target, str):
         raise ValueError(f"a module must be named by a string, found {target!r}")

@@ -178,16 +178,17 @@ class Engine:
                 positions.append(len(seq.token_ids))
                 seq.token_ids.append(unknown_id(seq.slot))
         before, self._in_flight = self._in_flight, InFlight(plan, seqs, started, positions)
-        events = self._collect(before)
+        events = [] if before is None else self._land(before)
         self.scheduler.commit(plan, seqs)
         return events
 
-    def _collect(self, flight: InFlight | None = None) -> list[TokenEvent]:
-        """What a step gave that was launched earlier: the one in flight if none is named."""
-        if flight is None:
-            flight, self._in_flight = self._in_flight, None
-        if flight is None:
-            return []
+    def _collect(self) -> list[TokenEvent]:
+        """What the step in flight gives, if there is one; then there is none."""
+        flight, self._in_flight = self._in_flight, None
+        return [] if flight is None else self._land(flight)
+
+    def _land(self, flight: InFlight) -> list[TokenEvent]:
+        """Waits for a step that was launched earlier."""
         try:
             result = self.runner.finish(flight.started)
         except Exception as error:  # steps behind it read what it should have written

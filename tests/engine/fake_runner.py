@@ -7,7 +7,7 @@ registered at the wrong moment is found at the step in which attention would hav
 
 import zlib
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -91,6 +91,7 @@ class FakeRunner:
         self.rope = FakeRope(rope_limit)
         self.sampler = FakeSampler(self.rope)
         self.plans: list[StepPlan] = []
+        self.num_unknown = 0  # tokens that a step was launched with before anybody knew them
         self.fail_next = False  # the next step writes half of its KV, then raises
         self.spoil_next = False  # the first sampling row of the next step is bad
         self._block_size = block_size
@@ -105,6 +106,17 @@ class FakeRunner:
     def release(self, slot: int) -> None:
         self.sampler.slots.pop(slot, None)
         self._scores.pop(slot, None)
+
+    def start(self, plan: StepPlan) -> StepResult:
+        """Computes at once, but tells nothing until finish; ids that are unknown are those it sampled last."""
+        token_ids = plan.token_ids.copy()
+        for i in np.flatnonzero(token_ids < 0).tolist():
+            token_ids[i] = self.sampler.slots[-1 - int(token_ids[i])].token_ids[-1]
+        self.num_unknown += int((plan.token_ids < 0).sum())
+        return self.step(replace(plan, token_ids=token_ids))
+
+    def finish(self, started: StepResult) -> StepResult:
+        return started
 
     def step(self, plan: StepPlan, logits_hook: LogitsHook | None = None) -> StepResult:
         self.plans.append(plan)
@@ -179,6 +191,7 @@ class FakeRunner:
                 self.spoil_next = False
                 errors[len(token_ids)] = "bad on purpose"
                 token_ids.append(-1)
+                state.token_ids.append(0)  # a step that is under way already reads some id or other
                 continue
             token_ids.append(next_token(state.token_ids, state.seed, state.choice, self._vocab_size))
             state.token_ids.append(token_ids[-1])
@@ -198,13 +211,14 @@ def fake_engine(
     rope_limit: int = 10**9,
     max_waiting: int = 1000,
     faults: Any = None,
+    overlap: bool = False,
 ) -> tuple[Engine, FakeRunner]:
     """The real loop, scheduler and block manager over a fake runner."""
     blocks = BlockManager(num_blocks, block_size, enable_prefix_caching, hash_function)
     scheduler = Scheduler(blocks, max_num_seqs, max_num_batched_tokens, max_model_len)
     runner = FakeRunner(num_blocks, block_size, max_num_batched_tokens, vocab_size, rope_limit)
     limits = Limits(vocab_size, max_model_len, 20, max_waiting, eos_token_ids)
-    return Engine(scheduler, runner, limits, 0, faults), runner  # type: ignore[arg-type]
+    return Engine(scheduler, runner, limits, 0, faults, overlap), runner  # type: ignore[arg-type]
 
 
 def fake_request(

@@ -6,6 +6,7 @@ parts of the shim that no kernel changes are built once for all kernels.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -13,6 +14,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -36,6 +38,8 @@ OPTIONS = (
 CHECKS = "-fsanitize=alignment,bounds,signed-integer-overflow,integer-divide-by-zero,shift"  # answered by checks.cpp
 SANITIZERS = {"": "HOST_PLAIN", "address": "HOST_ASAN", "thread": "HOST_TSAN"}  # what the shim is told
 MIN_GXX = 12
+DAYS_KEPT = 14
+INCLUDE = re.compile(r'^\s*#include "(?:[./\w]*/)?([.\w]+)"', re.MULTILINE)
 DYNAMIC_SHARED = re.compile(
     r"extern\s+__shared__\s+((?:__align__\(\d+\)\s+)?)([\w:]+(?:\s+\w+)*?)\s+(\w+)\s*\[\s*\]\s*;"
 )
@@ -74,12 +78,14 @@ def build(source: Path, kernels: Sequence[str], sanitizer: str = "", defines: Se
     options = [*OPTIONS, *_cpu_options(), *(f"-D{define}" for define in (SANITIZERS[sanitizer], *defines))]
     watch = [f"-fsanitize={sanitizer}"] if sanitizer else []
     text = _translation_unit(source, kernels)
-    key = _hash(text, str(tree), _headers(tree), *options, _compiler_version())
-    folder = cache_dir() / "host"
-    path = folder / f"{source.stem}-{key}{'' if sanitizer else '.so'}"
-    if not path.exists():
-        # The shim's own parts are not watched: their memory is none of a kernel's.
-        parts = [_shim_part(tree, name, options, folder) for name in (*SHIM, *(["runner.cpp"] if sanitizer else []))]
+    # The shim's own parts are not watched: their memory is none of a kernel's.
+    parts = [_shim_part(tree, name, options) for name in (*SHIM, *(["runner.cpp"] if sanitizer else []))]
+    key = _hash(_with_includes(text, tree), *(part.name for part in parts), *options, *watch, _compiler_version())
+    path = _folder() / f"{source.stem}-{key}{'' if sanitizer else '.so'}"
+    if path.exists():
+        path.touch()
+    else:
+        _remove_old_builds()
         _compile_and_link(text, tree, [*options, CHECKS, "-fsanitize-recover=all", *watch], parts, watch, path)
     return Binary(path, source, tuple(kernels), sanitizer, _shared_variables(path))
 
@@ -89,7 +95,7 @@ def _translation_unit(source: Path, kernels: Sequence[str]) -> str:
     text = DYNAMIC_SHARED.sub(r"\2* const \3 = reinterpret_cast<\2*>(host::block.shared);", source.read_text("utf-8"))
     table = "".join(f"  HOST_KERNEL({name}),\n" for name in kernels)
     return (
-        f'#include "launch.h"\n#include "ptx.h"\n#line 1 "{source}"\n{text}\n#line 1 "kernels named to build()"\n'
+        f'#include "launch.h"\n#include "ptx.h"\n#line 1 "{source.name}"\n{text}\n#line 1 "kernels named to build()"\n'
         f"const host::Kernel host_kernels[] = {{\n{table}}};\nconst int host_num_kernels = {len(kernels)};\n"
     )
 
@@ -101,21 +107,42 @@ def _compile_and_link(
     with tempfile.TemporaryDirectory() as scratch:
         unit, made, linked = (Path(scratch) / name for name in ("unit.cpp", "unit.o", "linked"))
         unit.write_text(text, "utf-8")
-        folders = [f"-I{tree / 'host'}", f"-I{tree / 'include'}"]
-        _run([gxx(), *options, *folders, "-c", str(unit), "-o", str(made)])
+        _run([gxx(), *options, *_paths(tree), "-c", str(unit), "-o", str(made)])
         _run([gxx(), *(watch or ["-shared"]), str(made), *map(str, parts), "-o", str(linked)])
         _keep(linked, path)
 
 
-def _shim_part(tree: Path, name: str, options: Sequence[str], folder: Path) -> Path:
+def _shim_part(tree: Path, name: str, options: Sequence[str]) -> Path:
     """One file of the shim as an object, from the cache if nothing has changed."""
-    path = folder / f"{Path(name).stem}-{_hash(_headers(tree), *options, _compiler_version())}.o"
-    if not path.exists():
+    source = tree / "host" / name
+    key = _hash(_with_includes(source.read_text("utf-8"), tree), *options, _compiler_version())
+    path = _folder() / f"{source.stem}-{key}.o"
+    if path.exists():
+        path.touch()
+    else:
         with tempfile.TemporaryDirectory() as scratch:
             made = Path(scratch) / "made.o"
-            _run([gxx(), *options, "-O3", f"-I{tree / 'host'}", "-c", str(tree / "host" / name), "-o", str(made)])
+            _run([gxx(), *options, "-O3", *_paths(tree), "-c", str(source), "-o", str(made)])
             _keep(made, path)
     return path
+
+
+def _paths(tree: Path) -> list[str]:
+    """Where includes are, and names without the place of the tree, so that equal trees share what is built."""
+    return [f"-I{tree / 'host'}", f"-I{tree / 'include'}", f"-ffile-prefix-map={tree}=cuda"]
+
+
+def _folder() -> Path:
+    return cache_dir() / "host"
+
+
+def _remove_old_builds() -> None:
+    """What no build has asked for in DAYS_KEPT days."""
+    oldest = time.time() - DAYS_KEPT * 86400
+    for file in _folder().glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another process may do the same
+            if file.stat().st_mtime < oldest:
+                file.unlink()
 
 
 def _keep(made: Path, path: Path) -> None:
@@ -171,10 +198,17 @@ def _cpu_options() -> tuple[str, ...]:
     return tuple(f"-m{name}" for name in ("avx2", "fma", "f16c") if name in flags)
 
 
-def _headers(tree: Path) -> str:
-    """A hash of all that a kernel may include."""
-    files = sorted([*(tree / "include").rglob("*.cuh"), *(tree / "host").rglob("*")])
-    return _hash(*(f"{file.name}\n{file.read_text('utf-8')}" for file in files))
+def _with_includes(text: str, tree: Path) -> str:
+    """A text and all own headers that it includes, by itself or through others, each once."""
+    found: dict[str, str] = {}
+    pending = [text]
+    while pending:
+        for name in INCLUDE.findall(pending.pop()):
+            file = next((f for f in (tree / "include" / name, tree / "host" / name) if f.exists()), None)
+            if file is not None and file.name not in found:
+                found[file.name] = file.read_text("utf-8")
+                pending.append(found[file.name])
+    return "\0".join([text, *(f"{name}\0{found[name]}" for name in sorted(found))])
 
 
 def _hash(*parts: str) -> str:

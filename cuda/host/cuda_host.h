@@ -108,6 +108,7 @@ inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, 
   int begin = lane & ~(width - 1);
   return host::shuffled(mask, value, source >= begin ? source : lane, "__shfl_up_sync", file, line);
 }
+[[gnu::error("GPU-only: the answer depends on how the hardware happens to diverge")]] unsigned __activemask();
 inline void __syncwarp(unsigned mask = 0xffffffffu, HOST_SITE_PARAMETERS) {
   host::meet(host::nothing, mask, nullptr, "__syncwarp", file, line);
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -94,30 +96,64 @@ def test_a_compile_error_names_file_and_line(tmp_path: Path) -> None:
     assert len(str(caught.value).splitlines()) < 12
 
 
-def test_a_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And again when the source, an own header, an option or the kernels change."""
+def test_what_only_a_gpu_has_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "gpu_only.cu"
+    path.write_text('#include "vec.cuh"\n__global__ void lanes(unsigned* y) { y[threadIdx.x] = __activemask(); }\n')
+    with pytest.raises(BuildError, match="GPU-only: the answer depends on how the hardware happens to diverge"):
+        build(path, ["lanes"])
+
+
+@pytest.fixture
+def own_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A .cu with a header of its own and one that it does not include; nothing is built, files are only touched."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    built: list[Path] = []
-    monkeypatch.setattr(host_build, "_compile_and_link", lambda *args: (built.append(args[5]), args[5].touch()))
-    monkeypatch.setattr(host_build, "_shim_part", lambda *args: Path("runtime.o"))
+    monkeypatch.setattr(host_build, "_compile_and_link", lambda *args: args[5].touch())
+    monkeypatch.setattr(host_build, "_run", lambda command: "")
+    monkeypatch.setattr(host_build, "_keep", lambda made, path: path.touch())
     monkeypatch.setattr(host_build, "_shared_variables", lambda path: ())
-    (tmp_path / "include").mkdir()
-    (tmp_path / "host").mkdir()
-    header, source = tmp_path / "include" / "own.cuh", tmp_path / "scale.cu"
-    header.write_text("// one\n")
-    source.write_text(SOURCE)
     (tmp_path / "cache" / "glint" / "host").mkdir(parents=True)
+    tree = tmp_path / "tree"
+    shutil.copytree(host_build.CUDA / "host", tree / "host")
+    (tree / "include").mkdir()
+    (tree / "include" / "own.cuh").write_text('#include "deep.cuh"')
+    (tree / "include" / "deep.cuh").write_text("")
+    (tree / "include" / "other.cuh").write_text("")
+    (tree / "scale.cu").write_text('#include "own.cuh"\n' + SOURCE)
+    return tree
 
-    def num_built(**how: Any) -> int:
-        build(source, how.pop("kernels", ["scale"]), **how)
-        return len(built)
 
-    assert [num_built(), num_built()] == [1, 1]
-    header.write_text("// two\n")
-    assert [num_built(), num_built()] == [2, 2]
-    source.write_text(SOURCE + "\n")
-    assert [num_built(), num_built(defines=["A=1"]), num_built(sanitizer="address")] == [3, 4, 5]
-    assert num_built(kernels=["scale", "scale"]) == 6
+def test_a_library_is_built_once(own_tree: Path, tmp_path: Path) -> None:
+    """And again when the source, a header that it includes, the shim, an option or the kernels change."""
+    source = own_tree / "scale.cu"
+    first = build(source, ["scale"])
+    assert build(source, ["scale"]).path == first.path
+
+    moved = Path(shutil.copytree(own_tree, tmp_path / "elsewhere"))
+    assert build(moved / "scale.cu", ["scale"]).path == first.path, "where the tree lies is no difference"
+    (own_tree / "include" / "other.cuh").write_text("// changed")
+    assert build(source, ["scale"]).path == first.path
+
+    paths = {first.path, build(source, ["scale"], defines=["A=1"]).path, build(source, ["scale", "scale"]).path}
+    paths |= {build(source, ["scale"], sanitizer).path for sanitizer in ("address", "thread")}
+    assert len(paths) == 5
+    for changed in ("include/deep.cuh", "host/runtime.cpp", "host/ptx.h", "scale.cu"):
+        (own_tree / changed).write_text((own_tree / changed).read_text() + "\n// changed\n")
+        paths.add(build(source, ["scale"]).path)
+    assert len(paths) == 9
+
+
+def test_what_is_not_used_goes(own_tree: Path, tmp_path: Path) -> None:
+    source = own_tree / "scale.cu"
+    old = build(source, ["scale"]).path
+    young = build(source, ["scale"], defines=["YOUNG"]).path
+    os.utime(old, (0, 0))
+    build(source, ["scale"], defines=["NEW"])
+    assert not old.exists()
+    assert young.exists()
+    os.utime(young, (0, 0))
+    build(source, ["scale"], defines=["YOUNG"])
+    build(source, ["scale"], defines=["NEWER"])
+    assert young.exists(), "what is asked for is young again"
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,13 +82,13 @@ __global__ void __launch_bounds__(1024)
       cut = {head.key, static_cast<unsigned>(head.missing)};
     }
     if (top_p[number] < 1.0) {
-      const u64 more = cut.key ? cut.num_equal * fixed_point(row.weight(cut.key)) : 0;
+      const u64 more = cut.key ? cut.num_equal * fixed_point(row.weight(value_of(cut.key))) : 0;
       const Head head = find_head<true>(row, cut.key + 1, more, 0, top_p[number], shared);
-      const u64 mass = fixed_point(row.weight(head.key));
+      const u64 mass = fixed_point(row.weight(value_of(head.key)));
       cut = {head.key, static_cast<unsigned>((head.missing + mass - 1) / mass)};
     }
     const float min_weight = static_cast<float>(min_p[number]);
-    const float weight = cut.key ? row.weight(cut.key) : 0.0f;
+    const float weight = cut.key ? row.weight(value_of(cut.key)) : 0.0f;
     const u64 equal_mass = weight >= min_weight ? fixed_point(weight) : 0;
     const unsigned fraction = random_bits(seed[number], position[number], stream[number]);
     id = find_id<true>(row, cut, min_weight, equal_mass, fraction, 0, shared);

@@ -42,11 +42,11 @@ __global__ void __launch_bounds__(1024)
   if (threadIdx.x == 0) shared.num_candidates = 0;
   __syncthreads();
   const Segment mine = warp_segment(0, vocab_size);
-  for_each(row, mine.begin, mine.end, [&](unsigned key, int id) {
+  for_each(row, mine.begin, mine.end, [&](unsigned key, float logit, int id) {
     if (key > cut.key || (key == cut.key && key && id <= last_equal)) {
       const unsigned place = atomicAdd(&shared.num_candidates, 1u);
       out[4 + place] = id;
-      out[4 + num_top + place] = __float_as_uint(value_of(key));
+      out[4 + num_top + place] = __float_as_uint(logit);
     }
   });
   dependency_launch();

@@ -2,8 +2,8 @@
 //
 // key        the float32 of a logit as an unsigned number in the same order: +0 and −0 are one key, NaN is the highest
 // weight     exp((l − best) / temperature) as an integer, 2^44 being 1. Sums of integers are exact, so they are the
-//            same in whatever order threads add them, and a sum over ids and a sum over ranks agree. Rounding down
-//            takes less than 2^-44 from a token, less than 2^-26 of the total from 2^18 tokens
+//            same in whatever order threads add them, and a sum over ids and a sum over ranks agree. Rounding moves a
+//            token by at most 2^-45, and 2^18 of them by 2^-27 of the total
 // a cut      what is kept: all above a key, and so many of those at it, lowest ids first
 #pragma once
 
@@ -15,14 +15,17 @@ using u64 = unsigned long long;
 constexpr unsigned kInfinityKey = 0xff800000u, kMinusInfinityKey = 0x007fffffu;
 constexpr int kPiece = 128;         // numbers that a warp reads at once: 16 bytes a lane
 constexpr int kThresholds = 7;      // keys that one pass over a row measures
-constexpr int kCandidates = 2048;   // so few left to choose from are kept in shared memory
+constexpr int kFewThresholds = 3;   // the lowest of them
+constexpr int kRoundsByValue = 2;   // of a search: later ones go by key, and end whatever the numbers are
+constexpr float kFarthest = 32.0f;  // below the best in units: e^-32 < 2^-45 is a weight of 0
+constexpr int kCandidates = 8192;   // so few left to choose from are kept in shared memory
 constexpr float kLog2E = 1.44269504f;
-constexpr float kWeightOne = 0x1p44f;
 
+// NaN is not looked for: block_best does that.
 __device__ __forceinline__ unsigned key_of(float x) {
-  const unsigned bits = __float_as_uint(x);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0xffffffffu;
-  return bits >> 31 ? (bits == 0x80000000u ? bits : ~bits) : bits | 0x80000000u;
+  const int bits = __float_as_int(x);
+  const unsigned key = bits ^ (bits >> 31 | 0x80000000);
+  return key == 0x7fffffffu ? 0x80000000u : key;
 }
 __device__ __forceinline__ float value_of(unsigned key) {
   return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key);
@@ -37,9 +40,18 @@ struct Row {
   float best_logit;
   float scale;  // log2(e) / temperature
 
-  __device__ __forceinline__ float weight(unsigned key) const { return exp2f((value_of(key) - best_logit) * scale); }
+  __device__ __forceinline__ float weight(float logit) const { return exp2f((logit - best_logit) * scale); }
 };
-__device__ __forceinline__ u64 fixed_point(float weight) { return static_cast<u64>(weight * kWeightOne); }
+
+// weight · 2^44, rounded to the nearest; weight in [0, 1]. Two steps of 22 bits: adding 2^23 to a float32 leaves its
+// whole part in the lowest bits. A conversion to 64 bits would be the slowest instruction of all on most GPUs.
+__device__ __forceinline__ u64 fixed_point(float weight) {
+  const float high = __fmaf_rn(weight, 0x1p22f, 0x1p23f);
+  const float rest = __fmaf_rn(weight, 0x1p22f, 0x1p23f - high);
+  const float low = __fmaf_rn(rest, 0x1p22f, 0x1.8p23f);
+  return static_cast<u64>(static_cast<long long>(__float_as_int(high) - 0x4b000000) * (1 << 22) +
+                          (__float_as_int(low) - 0x4b400000));
+}
 
 struct Measure {  // of a set of tokens
   u64 mass;
@@ -54,28 +66,43 @@ struct RankShared {
   unsigned thresholds[kThresholds];  // ascending keys
   Measure found[kThresholds];        // what is at or above each
   Measure parts[kMaxWarps][kThresholds];
+  unsigned lowest, highest;  // keys
   unsigned num_candidates;
   unsigned candidates[kCandidates];  // keys
 };
 
-// f(key, id) for the ids [begin, end) of a row, in ascending order for a lane, 4 neighbours at a time; ids from end on
-// come with key 0, which no number has. Called by whole warps: all lanes do the same number of calls. kUnroll: pieces in
-// flight.
+// f(x, id, count) for the ids [begin, end) of a row, in ascending order for a lane: the 4 neighbours from id on, of
+// which `count` exist. Called by whole warps: all lanes do the same number of calls. kUnroll: pieces in flight.
+template <int kUnroll, typename Function>
+__device__ __forceinline__ void for_each_four(const Row& row, int begin, int end, Function f) {
+  const int first = 4 * (threadIdx.x % 32);
+  int start = begin;
+  if (row.aligned)
+    for (; start + kUnroll * kPiece <= end; start += kUnroll * kPiece) {
+      uint4 raw[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) raw[u] = load16(row.logits + start + u * kPiece + first);
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        float x[4];
+        unpack(raw[u], x, float{});
+        f(x, start + u * kPiece + first, 4);
+      }
+    }
+  for (; start < end; start += kPiece) {
+    float x[4];
+    load_row<float>(row.logits, start + first, end, row.aligned, x);
+    f(x, start + first, min(max(end - start - first, 0), 4));
+  }
+}
+
+// f(key, logit, id) for one after the other; where there is none, with key 0, which no number has.
 template <int kUnroll = 4, typename Function>
 __device__ __forceinline__ void for_each(const Row& row, int begin, int end, Function f) {
-  const int lane = threadIdx.x % 32;
-  for (int start = begin; start < end; start += kPiece * kUnroll) {
-    float x[kUnroll][4];
+  for_each_four<kUnroll>(row, begin, end, [&](const float(&x)[4], int id, int count) {
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) load_row<float>(row.logits, start + u * kPiece + 4 * lane, end, row.aligned, x[u]);
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int id = start + u * kPiece + 4 * lane + i;
-        f(id < end ? key_of(x[u][i]) : 0u, id);
-      }
-  }
+    for (int i = 0; i < 4; ++i) f(i < count ? key_of(x[i]) : 0u, x[i], id + i);
+  });
 }
 
 struct Segment {  // of ids
@@ -100,12 +127,29 @@ __device__ __forceinline__ T warp_total(T x) {
 // The best of ids [begin, end) as (key, ~id): the largest number is the best key and, among equals, the lowest id.
 __device__ __forceinline__ u64 block_best(const Row& row, int begin, int end, u64 (&scratch)[kMaxWarps]) {
   const int lane = threadIdx.x % 32, num_warps = blockDim.x / 32;
-  unsigned best = 0, best_id = 0;
+  unsigned best = 0;
+  int four = 0;  // where it is, or in the 3 behind
+  bool has_nan = false;
   const Segment mine = warp_segment(begin, end);
-  for_each(row, mine.begin, mine.end, [&](unsigned key, int id) {
-    if (key > best) best = key, best_id = id;
+  for_each_four<4>(row, mine.begin, mine.end, [&](const float(&x)[4], int id, int count) {
+    unsigned keys[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      keys[i] = i < count ? key_of(x[i]) : 0u;
+      has_nan |= x[i] != x[i];
+    }
+    const unsigned key = max(max(keys[0], keys[1]), max(keys[2], keys[3]));
+    if (key > best) best = key, four = id;
   });
-  u64 found = best ? static_cast<u64>(best) << 32 | ~best_id : 0;
+  int best_id = four;
+  while (best != 0 && key_of(row.logits[best_id]) != best) ++best_id;
+  if (has_nan) {
+    best = 0xffffffffu, best_id = end;
+    for_each<1>(row, mine.begin, mine.end, [&](unsigned key, float logit, int id) {
+      if (logit != logit) best_id = min(best_id, id);
+    });
+  }
+  u64 found = best ? static_cast<u64>(best) << 32 | ~static_cast<unsigned>(best_id) : 0;
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) found = max(found, __shfl_xor_sync(kAllLanes, found, offset));
   if (lane == 0) scratch[threadIdx.x / 32] = found;
@@ -120,8 +164,8 @@ __device__ __forceinline__ u64 block_best(const Row& row, int begin, int end, u6
 __device__ __forceinline__ u64 total_mass(const Row& row, RankShared& shared) {
   const Segment mine = warp_segment(0, row.size);
   u64 mass = 0;
-  for_each(row, mine.begin, mine.end, [&](unsigned key, int) {
-    if (key > kMinusInfinityKey) mass += fixed_point(row.weight(key));
+  for_each(row, mine.begin, mine.end, [&](unsigned key, float logit, int) {
+    if (key > kMinusInfinityKey) mass += fixed_point(row.weight(logit));
   });
   mass = warp_total(mass);
   if (threadIdx.x % 32 == 0) shared.parts[threadIdx.x / 32][0] = {mass, 0};
@@ -143,15 +187,20 @@ __device__ __forceinline__ void measure(const Row& row, unsigned end, Measure ab
   u64 mass[kThresholds];
 #pragma unroll
   for (int j = 0; j < kThresholds; ++j) thresholds[j] = shared.thresholds[j], mass[j] = 0, count[j] = 0;
-  const auto add = [&](unsigned key, int) {
+  const auto add = [&](unsigned key, float logit, int) {
     if (key < thresholds[0] || key >= end) return;
-    const u64 more = kMass ? fixed_point(row.weight(key)) : 0;
+    const u64 more = kMass ? fixed_point(row.weight(logit)) : 0;
 #pragma unroll
-    for (int j = 0; j < kThresholds; ++j)
+    for (int j = 0; j < kFewThresholds; ++j)
+      if (key >= thresholds[j]) mass[j] += more, count[j] += 1;
+    if (key < thresholds[kFewThresholds]) return;  // so is nearly all of a row, and then a warp is done
+#pragma unroll
+    for (int j = kFewThresholds; j < kThresholds; ++j)
       if (key >= thresholds[j]) mass[j] += more, count[j] += 1;
   };
   if (num_candidates >= 0) {
-    for (int i = threadIdx.x; i < num_candidates; i += blockDim.x) add(shared.candidates[i], 0);
+    for (int i = threadIdx.x; i < num_candidates; i += blockDim.x)
+      add(shared.candidates[i], value_of(shared.candidates[i]), 0);
   } else {
     const Segment mine = warp_segment(0, row.size);
     for_each<2>(row, mine.begin, mine.end, add);
@@ -177,11 +226,45 @@ __device__ __forceinline__ int collect(const Row& row, unsigned begin, unsigned 
   if (threadIdx.x == 0) shared.num_candidates = 0;
   __syncthreads();
   const Segment mine = warp_segment(0, row.size);
-  for_each(row, mine.begin, mine.end, [&](unsigned key, int) {
-    if (key >= begin && key < end) shared.candidates[atomicAdd(&shared.num_candidates, 1u)] = key;
+  const unsigned lower_lanes = (1u << threadIdx.x % 32) - 1;
+  for_each(row, mine.begin, mine.end, [&](unsigned key, float, int) {
+    const bool chosen = key >= begin && key < end;
+    const unsigned votes = __ballot_sync(kAllLanes, chosen);
+    if (votes == 0) return;
+    unsigned place = 0;
+    if (threadIdx.x % 32 == 0) place = atomicAdd(&shared.num_candidates, static_cast<unsigned>(__popc(votes)));
+    place = __shfl_sync(kAllLanes, place, 0) + __popc(votes & lower_lanes);
+    if (chosen) shared.candidates[place] = key;
   });
   __syncthreads();
   return shared.num_candidates;
+}
+
+// The lowest and highest of the keys in [begin, end), into shared.
+__device__ __forceinline__ void find_extremes(const Row& row, unsigned begin, unsigned end, RankShared& shared) {
+  if (threadIdx.x == 0) shared.lowest = ~0u, shared.highest = 0;
+  __syncthreads();
+  unsigned lowest = ~0u, highest = 0;
+  const Segment mine = warp_segment(0, row.size);
+  for_each(row, mine.begin, mine.end, [&](unsigned key, float, int) {
+    if (key >= begin && key < end) lowest = min(lowest, key), highest = max(highest, key);
+  });
+  lowest = __reduce_min_sync(kAllLanes, lowest), highest = __reduce_max_sync(kAllLanes, highest);
+  if (threadIdx.x % 32 == 0) atomicMin(&shared.lowest, lowest), atomicMax(&shared.highest, highest);
+  __syncthreads();
+}
+
+// The next thresholds within (low, high): in even steps of the value, as logits spread, or of the key. One thread.
+__device__ __forceinline__ void place_thresholds(const Row& row, unsigned low, unsigned high, bool by_value, float unit,
+                                                 RankShared& shared) {
+  const unsigned span = high - low;
+  const float last = value_of(high - 1);
+  const float first = fminf(fmaxf(value_of(low), row.best_logit - kFarthest * unit), last);
+  for (int j = 0; j < kThresholds; ++j) {
+    const float value = first + (last - first) * (0.125f * (j + 1));
+    shared.thresholds[j] = by_value ? min(max(key_of(value), low), high)
+                                    : low + (span >> 3) * (j + 1) + ((span & 7) * (j + 1) >> 3);
+  }
 }
 
 // The shortest head of the ranking of the keys from `lowest` on, and of `more` behind them, that holds what is wanted:
@@ -194,7 +277,7 @@ struct Head {
 template <bool kMass>
 __device__ __forceinline__ Head find_head(const Row& row, unsigned lowest, u64 more, unsigned num_wanted, double share,
                                           RankShared& shared) {
-  const float below[kThresholds] = {0.0f, 14.0f, 9.0f, 6.0f, 3.5f, 1.75f, 0.75f};  // the best: where tokens often are
+  const float below[kThresholds] = {0.0f, 20.0f, 14.0f, 10.0f, 7.0f, 4.0f, 2.0f};  // the best: where tokens often are
   const float unit = kMass ? kLog2E / row.scale : 2.0f;
   unsigned low = lowest, high = row.best + 1;  // the key is in [low, high)
   Measure above{0, 0};                         // what is at or above high
@@ -211,9 +294,8 @@ __device__ __forceinline__ Head find_head(const Row& row, unsigned lowest, u64 m
     if (shared.found[0].mass < wanted) return {lowest - 1, wanted - shared.found[0].mass};
   }
   unsigned num_from_low = 0;
-  while (true) {
-    int j = 0;
-    for (; j < kThresholds; ++j) {
+  for (int round = 0;; ++round) {
+    for (int j = 0; j < kThresholds; ++j) {
       const Measure found = shared.found[j];
       if ((kMass ? found.mass : found.count) < wanted) {
         high = shared.thresholds[j], above = found;
@@ -221,14 +303,16 @@ __device__ __forceinline__ Head find_head(const Row& row, unsigned lowest, u64 m
       }
       low = shared.thresholds[j], num_from_low = found.count;
     }
-    const unsigned span = high - low;
-    if (span == 1) return {low, wanted - (kMass ? above.mass : above.count)};
-    if (num_candidates < 0 && num_from_low - above.count <= kCandidates)
+    if (num_candidates < 0 && num_from_low - above.count <= kCandidates && high - low > 1)
       num_candidates = collect(row, low, high, shared);
+    if (num_candidates < 0 && round >= kRoundsByValue) {  // many equals: between the thresholds there may be no others
+      find_extremes(row, low, high, shared);
+      low = shared.lowest, high = shared.highest + 1;
+    }
+    if (high - low == 1) return {low, wanted - (kMass ? above.mass : above.count)};
     __syncthreads();
     if (threadIdx.x == 0)
-      for (j = 0; j < kThresholds; ++j)
-        shared.thresholds[j] = low + (span >> 3) * (j + 1) + ((span & 7) * (j + 1) >> 3);
+      place_thresholds(row, low, high, round < kRoundsByValue && high - low > 1u << 23, unit, shared);
     measure<kMass>(row, high, above, num_candidates, shared);
   }
 }
@@ -243,10 +327,10 @@ __device__ __forceinline__ int find_id(const Row& row, Cut cut, float min_weight
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
   Measure before{0, 0};  // ids before `begin`: mass above the cut, number at it
   Measure mine{0, 0};
-  const auto add = [&](unsigned key, int) {
+  const auto add = [&](unsigned key, float logit, int) {
     if (key == cut.key) mine.count += 1;
     if (!kMass || key <= cut.key) return;
-    const float weight = row.weight(key);
+    const float weight = row.weight(logit);
     if (weight >= min_weight) mine.mass += fixed_point(weight);
   };
   const auto sum = [&](Measure x) { return x.mass + equal_mass * min(x.count, cut.num_equal); };
@@ -285,7 +369,7 @@ __device__ __forceinline__ int find_id(const Row& row, Cut cut, float min_weight
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int id = begin + 4 * lane + i;
-    add(id < end ? key_of(x[i]) : 0u, id);
+    add(id < end ? key_of(x[i]) : 0u, x[i], id);
     steps[i] = mine;
   }
   Measure upto = mine;

@@ -32,12 +32,13 @@ def gate_up_act(gate_up: Array, activation: str = "silu", *, device: Device) -> 
 
 
 def _launch(kernel: str, x: Array, size: int, activation: str, device: Device) -> Array:
-    require(kernel, "x", x, (None, size if kernel == "act" else 2 * size))
+    name = "x" if kernel == "act" else "gate_up"
+    require(kernel, name, x, (None, size if kernel == "act" else 2 * size))
     if activation not in FUNCTIONS:
         raise KernelError(f"{kernel}: the activation {activation!r} has no kernel; there are {', '.join(FUNCTIONS)}")
     y = device.empty((x.shape[0], size), x.dtype)
     if y.size:
-        instance = Instance("activation", f"{kernel}<{type_name(kernel, 'x', x)}, {FUNCTIONS[activation]}>")
+        instance = Instance("activation", f"{kernel}<{type_name(kernel, name, x)}, {FUNCTIONS[activation]}>")
         pieces = ceil_div(size, width(x))
         threads = min(MAX_THREADS, 32 * ceil_div(pieces, 32))
         grid = (x.shape[0], ceil_div(pieces, threads))

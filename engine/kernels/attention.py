@@ -42,7 +42,9 @@ def attention_decode(
     The tokens of a sequence are split over several blocks where sequences and heads alone would not fill the GPU.
     """
     kernel = "attention_decode"
+    require(kernel, "q", q, (None, None, None))
     num_seqs, n_heads, head_dim = q.shape
+    require(kernel, "seq_lens", seq_lens, (num_seqs,), np.int32)
     block_size, n_kv_heads = _check(kernel, q, k_cache, v_cache, block_table, seq_lens)
     out = device.empty(q.shape, q.dtype)
     if not out.size:
@@ -97,6 +99,7 @@ def attention_prefill(
     attention_decode.
     """
     kernel = "attention_prefill"
+    require(kernel, "q", q, (None, None, None))
     num_tokens, n_heads, head_dim = q.shape
     block_size, n_kv_heads = _check(kernel, q, k_cache, v_cache, block_table, seq_lens)
     num_seqs = seq_lens.shape[0]
@@ -147,19 +150,22 @@ def _check(
     """block_size and n_kv_heads. Raises KernelError for arrays that do not fit each other."""
     _, n_heads, head_dim = q.shape
     if head_dim not in HEAD_DIMS:
-        raise KernelError(f"{kernel}: head_dim {head_dim} has no kernel; there are {', '.join(map(str, HEAD_DIMS))}")
+        raise KernelError(
+            f"{kernel}: head_dim {head_dim} of q has no kernel; there are {', '.join(map(str, HEAD_DIMS))}"
+        )
     if q.dtype.name not in ("bfloat16", "float16"):
         raise KernelError(f"{kernel}: q is {q.dtype}; expected bfloat16 or float16")
     require(kernel, "q", q, (None, n_heads, head_dim))
     if q.shape[0] and stride(q, 1) != head_dim:
         raise KernelError(f"{kernel}: heads of q lie {stride(q, 1)} elements apart; expected {head_dim}")
+    require(kernel, "k_cache", k_cache, (None, None, None, head_dim), q.dtype)
+    require(kernel, "v_cache", v_cache, k_cache.shape, q.dtype)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        require(kernel, name, cache, (None, None, None, head_dim), q.dtype)
         require_contiguous(kernel, name, cache)
     num_seqs = seq_lens.shape[0]
     require(kernel, "seq_lens", seq_lens, (num_seqs,), np.int32)
     require(kernel, "block_table", block_table, (num_seqs, None), np.int32)
     n_kv_heads = k_cache.shape[2]
     if n_heads % n_kv_heads:
-        raise KernelError(f"{kernel}: {n_heads} heads cannot share {n_kv_heads} KV heads evenly")
+        raise KernelError(f"{kernel}: {n_heads} heads of q cannot share {n_kv_heads} KV heads evenly")
     return int(k_cache.shape[1]), int(n_kv_heads)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.kernels.check import require, stride, type_name
+from engine.kernels.check import require, require_contiguous, stride, type_name
 from engine.kernels.device import Device, Instance
 from engine.kernels.rmsnorm import row_shape
 
@@ -18,8 +18,10 @@ def layernorm(x: Array, weight: Array, bias: Array | None, eps: float, *, device
     [n_heads, head_dim]; bias like weight, or None. Shape and type of x, contiguous."""
     require("layernorm", "x", x, (None,) * x.ndim)
     require("layernorm", "weight", weight, x.shape[1:], x.dtype)
+    require_contiguous("layernorm", "weight", weight)
     if bias is not None:
         require("layernorm", "bias", bias, x.shape[1:], x.dtype)
+        require_contiguous("layernorm", "bias", bias)
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     y = device.empty(x.shape, x.dtype)
     if x.size:
@@ -38,6 +40,8 @@ def add_layernorm(
     require("add_layernorm", "x", x, (None, None))
     require("add_layernorm", "residual", residual, x.shape, x.dtype)
     require("add_layernorm", "weight", weight, (x.shape[1],), x.dtype)
+    if bias is not None:
+        require("add_layernorm", "bias", bias, (x.shape[1],), x.dtype)
     y = device.empty(x.shape, x.dtype)
     if x.size:
         threads, rounds = row_shape("add_layernorm", x)

@@ -13,7 +13,7 @@ import numpy as np
 
 from engine.errors import KernelError
 from engine.kernels.activation import FUNCTIONS, gate_up_act
-from engine.kernels.check import ceil_div, require, stride, type_name
+from engine.kernels.check import ceil_div, require, require_contiguous, stride, type_name
 from engine.kernels.device import Device, Instance
 from engine.weights import LinearWeight
 
@@ -139,7 +139,7 @@ def logits(x: Array, weight: LinearWeight, *, device: Device) -> Array:
 
 def _linear(kernel: str, x: Array, weight: LinearWeight, dtype: Any, device: Device) -> Array:
     stored = weight.tensors["weight"]
-    require(kernel, "x", x, (None, weight.in_features), stored.dtype)
+    _check(kernel, x, weight)
     y = device.empty((x.shape[0], weight.out_features), dtype)
     if not y.size:
         return y
@@ -160,7 +160,7 @@ def linear_gate_up_act(x: Array, weight: LinearWeight, activation: str = "silu",
     """
     kernel = "linear_gate_up_act"
     stored = weight.tensors["weight"]
-    require(kernel, "x", x, (None, weight.in_features), stored.dtype)
+    _check(kernel, x, weight)
     choice = choose(x, weight.out_features, device)
     if choice is None:
         return gate_up_act(linear(x, weight, device=device), activation, device=device)
@@ -170,6 +170,16 @@ def linear_gate_up_act(x: Array, weight: LinearWeight, activation: str = "silu",
     if y.size:
         launch(choice, x, stored, weight.bias, y, device, FUNCTIONS[activation])
     return y
+
+
+def _check(kernel: str, x: Array, weight: LinearWeight) -> None:
+    """Raises KernelError for arrays that do not fit each other."""
+    stored = weight.tensors["weight"]
+    require(kernel, "x", x, (None, weight.in_features), stored.dtype)
+    require(kernel, "weight", stored, (weight.out_features, weight.in_features))
+    require_contiguous(kernel, "weight", stored)
+    if weight.bias is not None:
+        require(kernel, "bias", weight.bias, (weight.out_features,), x.dtype)
 
 
 def choose(x: Array, out_features: int, device: Device) -> Choice:

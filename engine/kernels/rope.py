@@ -60,6 +60,7 @@ def qk_norm_rope_kv_write(
 
 def kv_cache_write(k: Array, v: Array, slot_mapping: Array, k_cache: Array, v_cache: Array, *, device: Device) -> None:
     """Stores k and v as they are: a rotation of no element."""
+    require("kv_cache_write", "k", k, (None, None, None))
     cos_sin = device.empty((k.shape[0], 0), np.float32)
     nothing = k[:, :0]
     _launch("rope_kv_write", (nothing, k, v), (), 0.0, cos_sin, slot_mapping, k_cache, v_cache, False, device)
@@ -77,16 +78,10 @@ def _launch(
     interleaved: bool,
     device: Device,
 ) -> Array:
-    q, k, v = qkv
+    _check(kernel, qkv, weights, cos_sin, slot_mapping, k_cache, v_cache)
+    q = qkv[0]
     num_tokens, n_heads, head_dim = q.shape
-    n_kv_heads, rotary_dim = k.shape[1], cos_sin.shape[1]
-    for name, array in (("q", q), ("k", k), ("v", v)):
-        require(kernel, name, array, (num_tokens, n_heads if name == "q" else n_kv_heads, head_dim), q.dtype)
-    require(kernel, "cos_sin", cos_sin, (num_tokens, None), np.float32)
-    require(kernel, "slot_mapping", slot_mapping, (num_tokens,), np.int32)
-    for name, array in (("k_cache", k_cache), ("v_cache", v_cache)):
-        require(kernel, name, array, (None, None, n_kv_heads, head_dim), q.dtype)
-        require_contiguous(kernel, name, array)
+    n_kv_heads, rotary_dim = k_cache.shape[2], cos_sin.shape[1]
     q_out = device.empty(q.shape, q.dtype)
     if not num_tokens:
         return q_out
@@ -101,6 +96,36 @@ def _launch(
     entry = f"{kernel}<{type_name(kernel, 'q', q)}, {str(interleaved).lower()}, {lanes}>"
     device.launch(Instance("rope", entry), grid, (MAX_THREADS,), arguments)
     return q_out
+
+
+def _check(
+    kernel: str,
+    qkv: tuple[Array, Array, Array],
+    weights: tuple[Array, ...],
+    cos_sin: Array,
+    slot_mapping: Array,
+    k_cache: Array,
+    v_cache: Array,
+) -> None:
+    """Raises KernelError for arrays that do not fit each other."""
+    q, k, v = qkv
+    require(kernel, "q", q, (None, None, None))
+    num_tokens, n_heads, head_dim = q.shape
+    require(kernel, "k", k, (num_tokens, None, head_dim), q.dtype)
+    n_kv_heads = k.shape[1]
+    require(kernel, "v", v, (num_tokens, n_kv_heads, head_dim), q.dtype)
+    for name, weight, heads in zip(("q_weight", "k_weight"), weights, (n_heads, n_kv_heads), strict=False):
+        require(kernel, name, weight, (head_dim,) if weight.ndim == 1 else (heads, head_dim), q.dtype)
+        require_contiguous(kernel, name, weight)
+    require(kernel, "cos_sin", cos_sin, (num_tokens, None), np.float32)
+    require_contiguous(kernel, "cos_sin", cos_sin)
+    if cos_sin.shape[1] % 2 or cos_sin.shape[1] > head_dim:
+        raise KernelError(f"{kernel}: cos_sin has {cos_sin.shape[1]} columns; expected an even number up to {head_dim}")
+    require(kernel, "slot_mapping", slot_mapping, (num_tokens,), np.int32)
+    require(kernel, "k_cache", k_cache, (None, None, n_kv_heads, head_dim), q.dtype)
+    require(kernel, "v_cache", v_cache, k_cache.shape, q.dtype)
+    for name, array in (("k_cache", k_cache), ("v_cache", v_cache)):
+        require_contiguous(kernel, name, array)
 
 
 def _lanes(kernel: str, head_dim: int, rotary_dim: int, piece: int) -> int:

@@ -4,9 +4,7 @@ import numpy as np
 
 from ref.attention_biased import attention_biased, attention_biased_dense, position_bias
 
-TABLE = np.arange(10, dtype=np.float64)[
-    :, None
-]  # 8 buckets, two crossings, one head: a row's number is its bias
+TABLE = np.arange(10, dtype=np.float64)[:, None]  # 8 buckets, two crossings, one head: a row's number is its bias
 
 
 def test_biases_of_two_soft_vectors_and_two_tokens() -> None:

@@ -34,9 +34,20 @@ from conformance.implementation import ImplementationError
 from conformance.layers import compare_layers, prompt_for
 from conformance.machines import Machine, MachineMissing, gpu_machine, host_machine
 from conformance.memory import NumpyMemory
+from conformance.model_shapes import model_cases
 from conformance.report import junit, report, result_lines
-from conformance.suite import KERNEL_TARGETS, NO_KERNEL, TARGETS, cases, left_out, quick, rerun_command, target_ops
-from engine.errors import GlintError
+from conformance.suite import (
+    KERNEL_TARGETS,
+    NO_KERNEL,
+    TARGETS,
+    cases,
+    in_storages,
+    left_out,
+    quick,
+    rerun_command,
+    target_ops,
+)
+from engine.errors import ConfigError, GlintError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,12 +60,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _exercise(args)
     if args.layers is not None:
         return _layers(args)
+    try:
+        found = _found(args)
+    except GlintError as error:
+        print(f"python -m conformance: {error}", file=sys.stderr)
+        return 2
     if args.impl is not None:
-        return _foreign(args, cases(args.target))
-    chosen = _choose(cases(args.target), args.op, args.case)
+        return _foreign(args, found)
+    chosen = _choose(found, args.op, args.case)
     chosen = quick(chosen) if args.quick else chosen
     if not chosen:
-        stems = ", ".join(dict.fromkeys(case.stem for case in cases(args.target)))
+        stems = ", ".join(dict.fromkeys(case.stem for case in found))
         print(
             f"python -m conformance: no case of --target {args.target} has --op {args.op} --case {args.case}; "
             f"its stems are {stems}",
@@ -72,6 +88,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"python -m conformance: --target {args.target}: {error}", file=sys.stderr)
         return 2
     return _run_all(args, chosen, machine)
+
+
+def _found(args: argparse.Namespace) -> list[Case]:
+    """All cases of the target, or those on a model's sizes. Raises ConfigError."""
+    if args.model is None:
+        return cases(args.target)
+    if args.target not in KERNEL_TARGETS:
+        raise ConfigError(f"--model {args.model} is for --target host and gpu, found --target {args.target}")
+    return in_storages(model_cases(args.model))
 
 
 def _foreign(args: argparse.Namespace, found: Sequence[Case]) -> int:
@@ -108,7 +133,7 @@ def _list(args: argparse.Namespace, chosen: Sequence[Case]) -> int:
     for case in chosen:
         reason = case.skip.get(args.target)
         print(f"{case.stem} {case.name}{f' skip({reason})' if reason else ''}")
-    for case in _choose(left_out(args.target), args.op, args.case):
+    for case in _choose(left_out(args.target) if args.model is None else [], args.op, args.case):
         print(f"{case.stem} {case.name} left out({NO_KERNEL})")
     return 0
 
@@ -128,7 +153,7 @@ def _run_all(args: argparse.Namespace, chosen: Sequence[Case], machine: Machine)
     num_passed, num_failed, num_skipped = (
         sum(r.status == status for r in results) for status in ("ok", "FAIL", "skip")
     )
-    without = len(_choose(left_out(args.target), args.op, args.case))
+    without = len(_choose(left_out(args.target), args.op, args.case)) if args.model is None else 0
     missing = f"; {without} cases have no kernel yet (--list names them)" if without else ""
     print(f"{num_passed} passed, {num_failed} failed, {num_skipped} skipped{missing}")
     return 1 if num_failed else 0
@@ -175,6 +200,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a few cases of every op, each run once: for a sanitizer")
     parser.add_argument(
         "--portable", action="store_true", help="of --target gpu: only kernels that every supported GPU can run"
+    )
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="of --target host and gpu: the ops of this model, on its own sizes"
     )
     parser.set_defaults(swap=None)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
@@ -233,9 +261,8 @@ def _run(args: argparse.Namespace, case: Case, machine: Machine) -> Result:
     for problem in result.problems:
         print(f"    {problem}")
     if result.problems:
-        print(
-            f"    again: {rerun_command(args.target, case, args.seed, args.op if args.impl else '', args.impl or '')}"
-        )
+        again = rerun_command(args.target, case, args.seed, args.op if args.impl else "", args.impl or "")
+        print(f"    again: {again}{f' --model {args.model}' if args.model else ''}")
     return result
 
 

@@ -30,12 +30,12 @@ STEEP_HALVES = (*STEEP_GATES[:-2], 6e4, -6e4)  # within float16
 
 def cases() -> list[Case]:
     shapes = SHAPES | {"steep": (5, len(STEEP_GATES)), "steep-half": (2, len(STEEP_HALVES)), "not-finite": (3, 8)}
-    found = [_case(name, *shape) for name, shape in shapes.items()]
-    found += [_case(name, *shapes[name], activation="gelu") for name in ("no-tokens", "odd", "steep")]
+    found = [make_case(name, *shape) for name, shape in shapes.items()]
+    found += [make_case(name, *shapes[name], activation="gelu") for name in ("no-tokens", "odd", "steep")]
     return found + [_plain(name) for name in ("gelu_new", "gelu", "relu", "silu")]
 
 
-def _case(name: str, num_tokens: int, intermediate_size: int, activation: str = "silu") -> Case:
+def make_case(name: str, num_tokens: int, intermediate_size: int, activation: str = "silu") -> Case:
     axes = {"num_tokens": num_tokens, "intermediate_size": intermediate_size}
     return Case(
         stem="activation",

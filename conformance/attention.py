@@ -31,61 +31,61 @@ def cases() -> list[Case]:
 
 def _decode_cases() -> list[Case]:
     return [
-        _decode("one-token", (1,)),
-        _decode("mixed", MIXED),
-        _decode("same-bucket", (40, 63, 33)),
-        _decode("equal", (24, 24)),
-        _decode("block-edges", EDGES, block_size=16),
-        _decode("block-1", (7, 3), block_size=1),
-        _decode("block-larger", (7, 3, 31), block_size=32),
-        _decode("mha", MIXED, n_heads=4, n_kv_heads=4),
-        _decode("mqa", MIXED, n_heads=8, n_kv_heads=1),
-        _decode("gqa3", (130, 9), n_heads=9, n_kv_heads=3, block_size=16),
-        _decode("gqa7-dim80", (40, 17, 1), n_heads=14, n_kv_heads=2, head_dim=80, block_size=16),
-        _decode("gqa8-dim128", (63, 65), n_heads=16, n_kv_heads=2, head_dim=128, block_size=32),
-        _decode("gqa16-dim96", (50, 3), n_heads=16, n_kv_heads=1, head_dim=96, block_size=1),
-        _decode("gqa17", (33, 31), n_heads=17, n_kv_heads=1),
-        _decode("gqa24-dim256", (20,), n_heads=24, n_kv_heads=1, head_dim=256, block_size=16),
-        _decode("splits", (300,), n_heads=4, n_kv_heads=1, block_size=16),
-        _decode("splits-dim128", (257, 5), n_heads=8, n_kv_heads=2, head_dim=128, block_size=32),
-        _decode("splits-dim80", (200,), n_heads=2, n_kv_heads=2, head_dim=80, block_size=1),
-        _decode("splits-window-70", (260, 140), n_heads=2, n_kv_heads=1, block_size=16, window=70),
-        _decode("splits-window-1", (260, 1), n_heads=2, n_kv_heads=1, block_size=16, window=1),
-        _decode("dim10", MIXED, head_dim=10, skip=NO_SUCH_HEAD_DIM),
-        _decode("large-scores", MIXED, score_offset=100.0),
-        _decode("window-1", MIXED, window=1),
-        _decode("window-7", MIXED, window=7),
-        _decode("window-block", EDGES, window=16, block_size=16),
-        _decode("window-larger", MIXED, window=1000),
-        _decode("no-sequence", (), skip={"cpu": NO_SEQUENCE}),
-        _decode("empty-sequence", (5, 0, 3), skip={"cpu": NO_SEQUENCE}),
+        decode_case("one-token", (1,)),
+        decode_case("mixed", MIXED),
+        decode_case("same-bucket", (40, 63, 33)),
+        decode_case("equal", (24, 24)),
+        decode_case("block-edges", EDGES, block_size=16),
+        decode_case("block-1", (7, 3), block_size=1),
+        decode_case("block-larger", (7, 3, 31), block_size=32),
+        decode_case("mha", MIXED, n_heads=4, n_kv_heads=4),
+        decode_case("mqa", MIXED, n_heads=8, n_kv_heads=1),
+        decode_case("gqa3", (130, 9), n_heads=9, n_kv_heads=3, block_size=16),
+        decode_case("gqa7-dim80", (40, 17, 1), n_heads=14, n_kv_heads=2, head_dim=80, block_size=16),
+        decode_case("gqa8-dim128", (63, 65), n_heads=16, n_kv_heads=2, head_dim=128, block_size=32),
+        decode_case("gqa16-dim96", (50, 3), n_heads=16, n_kv_heads=1, head_dim=96, block_size=1),
+        decode_case("gqa17", (33, 31), n_heads=17, n_kv_heads=1),
+        decode_case("gqa24-dim256", (20,), n_heads=24, n_kv_heads=1, head_dim=256, block_size=16),
+        decode_case("splits", (300,), n_heads=4, n_kv_heads=1, block_size=16),
+        decode_case("splits-dim128", (257, 5), n_heads=8, n_kv_heads=2, head_dim=128, block_size=32),
+        decode_case("splits-dim80", (200,), n_heads=2, n_kv_heads=2, head_dim=80, block_size=1),
+        decode_case("splits-window-70", (260, 140), n_heads=2, n_kv_heads=1, block_size=16, window=70),
+        decode_case("splits-window-1", (260, 1), n_heads=2, n_kv_heads=1, block_size=16, window=1),
+        decode_case("dim10", MIXED, head_dim=10, skip=NO_SUCH_HEAD_DIM),
+        decode_case("large-scores", MIXED, score_offset=100.0),
+        decode_case("window-1", MIXED, window=1),
+        decode_case("window-7", MIXED, window=7),
+        decode_case("window-block", EDGES, window=16, block_size=16),
+        decode_case("window-larger", MIXED, window=1000),
+        decode_case("no-sequence", (), skip={"cpu": NO_SEQUENCE}),
+        decode_case("empty-sequence", (5, 0, 3), skip={"cpu": NO_SEQUENCE}),
     ]
 
 
 def _prefill_cases() -> list[Case]:
     return [
-        _prefill("one-token", ((1,), (1,))),
-        _prefill("prompts", PROMPTS),
-        _prefill("chunks", CHUNKS),
-        _prefill("chunks-block16", CHUNKS, block_size=16),
-        _prefill("chunks-block1", CHUNKS, block_size=1),
-        _prefill("mha", CHUNKS, n_heads=4, n_kv_heads=4),
-        _prefill("mqa", CHUNKS, n_heads=8, n_kv_heads=1),
-        _prefill("gqa3", CHUNKS, n_heads=9, n_kv_heads=3),
-        _prefill("gqa7-dim80", CHUNKS, n_heads=7, n_kv_heads=1, head_dim=80, block_size=32),
-        _prefill("gqa16-dim96", PROMPTS, n_heads=16, n_kv_heads=1, head_dim=96),
-        _prefill("gqa4-dim128", CHUNKS, n_heads=8, n_kv_heads=2, head_dim=128, block_size=16),
-        _prefill("dim256", CHUNKS, n_heads=2, n_kv_heads=1, head_dim=256, block_size=16),
-        _prefill("dim256-window-9", CHUNKS, n_heads=2, n_kv_heads=1, head_dim=256, block_size=1, window=9),
-        _prefill("long-past", ((3, 1), (200, 130)), n_heads=2, n_kv_heads=1, block_size=32),
-        _prefill("dim10", CHUNKS, head_dim=10, skip=NO_SUCH_HEAD_DIM),
-        _prefill("large-scores", CHUNKS, score_offset=100.0),
-        _prefill("tiles", TILES, n_heads=2, n_kv_heads=1, block_size=16),
-        _prefill("tiles-window-20", TILES, n_heads=2, n_kv_heads=1, block_size=16, window=20),
-        _prefill("tiles-window-140", TILES, n_heads=2, n_kv_heads=1, block_size=16, window=140),
-        _prefill("window-1", CHUNKS, window=1),
-        _prefill("window-5", CHUNKS, window=5),
-        _prefill("window-larger", CHUNKS, window=1000),
+        prefill_case("one-token", ((1,), (1,))),
+        prefill_case("prompts", PROMPTS),
+        prefill_case("chunks", CHUNKS),
+        prefill_case("chunks-block16", CHUNKS, block_size=16),
+        prefill_case("chunks-block1", CHUNKS, block_size=1),
+        prefill_case("mha", CHUNKS, n_heads=4, n_kv_heads=4),
+        prefill_case("mqa", CHUNKS, n_heads=8, n_kv_heads=1),
+        prefill_case("gqa3", CHUNKS, n_heads=9, n_kv_heads=3),
+        prefill_case("gqa7-dim80", CHUNKS, n_heads=7, n_kv_heads=1, head_dim=80, block_size=32),
+        prefill_case("gqa16-dim96", PROMPTS, n_heads=16, n_kv_heads=1, head_dim=96),
+        prefill_case("gqa4-dim128", CHUNKS, n_heads=8, n_kv_heads=2, head_dim=128, block_size=16),
+        prefill_case("dim256", CHUNKS, n_heads=2, n_kv_heads=1, head_dim=256, block_size=16),
+        prefill_case("dim256-window-9", CHUNKS, n_heads=2, n_kv_heads=1, head_dim=256, block_size=1, window=9),
+        prefill_case("long-past", ((3, 1), (200, 130)), n_heads=2, n_kv_heads=1, block_size=32),
+        prefill_case("dim10", CHUNKS, head_dim=10, skip=NO_SUCH_HEAD_DIM),
+        prefill_case("large-scores", CHUNKS, score_offset=100.0),
+        prefill_case("tiles", TILES, n_heads=2, n_kv_heads=1, block_size=16),
+        prefill_case("tiles-window-20", TILES, n_heads=2, n_kv_heads=1, block_size=16, window=20),
+        prefill_case("tiles-window-140", TILES, n_heads=2, n_kv_heads=1, block_size=16, window=140),
+        prefill_case("window-1", CHUNKS, window=1),
+        prefill_case("window-5", CHUNKS, window=5),
+        prefill_case("window-larger", CHUNKS, window=1000),
     ]
 
 
@@ -94,7 +94,7 @@ def _axes(**changed: Any) -> dict[str, Any]:
     return usual | changed
 
 
-def _decode(name: str, seq_lens: Lens, skip: dict[str, str] | None = None, **changed: Any) -> Case:
+def decode_case(name: str, seq_lens: Lens, skip: dict[str, str] | None = None, **changed: Any) -> Case:
     axes = _axes(seq_lens=seq_lens, **changed)
     return Case(
         stem="attention",
@@ -109,7 +109,7 @@ def _decode(name: str, seq_lens: Lens, skip: dict[str, str] | None = None, **cha
     )
 
 
-def _prefill(name: str, lens: tuple[Lens, Lens], skip: dict[str, str] | None = None, **changed: Any) -> Case:
+def prefill_case(name: str, lens: tuple[Lens, Lens], skip: dict[str, str] | None = None, **changed: Any) -> Case:
     axes = _axes(query_lens=lens[0], seq_lens=lens[1], **changed)
     return Case(
         stem="attention",

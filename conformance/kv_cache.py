@@ -26,10 +26,10 @@ SHAPES = {  # num_tokens, n_kv_heads, head_dim, block_size
 
 
 def cases() -> list[Case]:
-    return [_case(name, *shape) for name, shape in SHAPES.items()]
+    return [make_case(name, *shape) for name, shape in SHAPES.items()]
 
 
-def _case(name: str, num_tokens: int, n_kv_heads: int, head_dim: int, block_size: int) -> Case:
+def make_case(name: str, num_tokens: int, n_kv_heads: int, head_dim: int, block_size: int) -> Case:
     axes = {"num_tokens": num_tokens, "n_kv_heads": n_kv_heads, "head_dim": head_dim, "block_size": block_size}
     return Case(
         stem="kv_cache",

@@ -31,12 +31,12 @@ ROW_MEANS = (0.0, 0.0, 1.0, -1e4, 0.0)  # added to them: what is left after the 
 
 
 def cases() -> list[Case]:
-    plain = [_case(name, shape, bias) for name, shape in SHAPES.items() for bias in (False, True)]
-    heads = [_case(name, shape, bias=False) for name, shape in HEADS.items()]
-    return plain + heads + [_case(f"add-{name}", shape, bias=name != "odd") for name, shape in SHAPES.items()]
+    plain = [make_case(name, shape, bias) for name, shape in SHAPES.items() for bias in (False, True)]
+    heads = [make_case(name, shape, bias=False) for name, shape in HEADS.items()]
+    return plain + heads + [make_case(f"add-{name}", shape, bias=name != "odd") for name, shape in SHAPES.items()]
 
 
-def _case(name: str, shape: tuple[int, ...], bias: bool) -> Case:
+def make_case(name: str, shape: tuple[int, ...], bias: bool) -> Case:
     fused = name.startswith("add-")
     return Case(
         stem="layernorm",

@@ -42,17 +42,19 @@ LOGITS = ("no-tokens", "one-token", "odd", "sixteen-tokens", "seventeen-tokens",
 
 def cases() -> list[Case]:
     """Every shape, without and with bias; and the layout of a head that is also the embedding."""
-    found = [_case(name, *shape, bias=False) for name, shape in SHAPES.items()]
+    found = [make_case(name, *shape, bias=False) for name, shape in SHAPES.items()]
     found += [
-        _case(f"{name}-bias", *SHAPES[name], bias=True)
+        make_case(f"{name}-bias", *SHAPES[name], bias=True)
         for name in ("one-token", "odd", "tall", "sixteen-tokens", "many-tokens")
     ]
-    found += [_case(f"{name}-tied", *SHAPES[name], bias=False, tied=True) for name in ("no-tokens", "one-token", "odd")]
-    found.append(_case("rows-off-16-bytes", 5, 64, 40, bias=True, last=1))
-    return found + [_case(f"logits-{name}", *SHAPES[name], bias=name == "splits", op="logits") for name in LOGITS]
+    found += [
+        make_case(f"{name}-tied", *SHAPES[name], bias=False, tied=True) for name in ("no-tokens", "one-token", "odd")
+    ]
+    found.append(make_case("rows-off-16-bytes", 5, 64, 40, bias=True, last=1))
+    return found + [make_case(f"logits-{name}", *SHAPES[name], bias=name == "splits", op="logits") for name in LOGITS]
 
 
-def _case(
+def make_case(
     name: str,
     num_tokens: int,
     in_features: int,

@@ -30,14 +30,14 @@ ROW_SIZES = (1.0, 0.0, 1e-3, 3e3, 1e-6)  # of the rows, in turn: a row of zeros,
 
 def cases() -> list[Case]:
     return [
-        _case(name, num_tokens, hidden_size, eps, fused)
+        make_case(name, num_tokens, hidden_size, eps, fused)
         for fused in (False, True)
         for name, (num_tokens, hidden_size) in SHAPES.items()
         for eps in ((1e-5, 1e-6) if name == "odd" else (1e-5,))
     ]
 
 
-def _case(name: str, num_tokens: int, hidden_size: int, eps: float, fused: bool) -> Case:
+def make_case(name: str, num_tokens: int, hidden_size: int, eps: float, fused: bool) -> Case:
     axes: dict[str, Any] = {"num_tokens": num_tokens, "hidden_size": hidden_size, "eps": eps, "fused": fused}
     return Case(
         stem="rmsnorm",

@@ -36,20 +36,22 @@ PADDING = 5  # tokens without a slot, the last ones
 
 
 def cases() -> list[Case]:
-    found = [_case(name, *shape) for name, shape in SHAPES.items()]
-    found += [_case(f"part-{name}", *SHAPES[name], rotary_dim=size, skip=WHOLE) for name, size in ROTARY_DIMS.items()]
+    found = [make_case(name, *shape) for name, shape in SHAPES.items()]
+    found += [
+        make_case(f"part-{name}", *SHAPES[name], rotary_dim=size, skip=WHOLE) for name, size in ROTARY_DIMS.items()
+    ]
     normed = ("one-token", "smallest", "gqa", "mqa", "dim80", "dim128", "dim256")
-    found += [_case(f"qk-norm-{name}", *SHAPES[name], qk_norm=True) for name in normed]
-    found.append(_case("qk-norm-by-head", *SHAPES["gqa"], qk_norm=True, by_head=True))
+    found += [make_case(f"qk-norm-{name}", *SHAPES[name], qk_norm=True) for name in normed]
+    found.append(make_case("qk-norm-by-head", *SHAPES["gqa"], qk_norm=True, by_head=True))
     interleaved = ("no-tokens", "smallest", "gqa", "dim128")
-    found += [_case(f"interleaved-{name}", *SHAPES[name], interleaved=True) for name in interleaved]
-    found.append(_case("part-interleaved", *SHAPES["dim80"], rotary_dim=32, interleaved=True, skip=WHOLE))
-    found.append(_case("qk-norm-interleaved", *SHAPES["gqa"], qk_norm=True, interleaved=True, skip=HALVES_ONLY))
-    found.append(_case("padding", *SHAPES["gqa"], num_padding=PADDING, skip=NO_PADDING))
-    return [*found, _case("qk-norm-padding", *SHAPES["gqa"], num_padding=PADDING, qk_norm=True, skip=NO_PADDING)]
+    found += [make_case(f"interleaved-{name}", *SHAPES[name], interleaved=True) for name in interleaved]
+    found.append(make_case("part-interleaved", *SHAPES["dim80"], rotary_dim=32, interleaved=True, skip=WHOLE))
+    found.append(make_case("qk-norm-interleaved", *SHAPES["gqa"], qk_norm=True, interleaved=True, skip=HALVES_ONLY))
+    found.append(make_case("padding", *SHAPES["gqa"], num_padding=PADDING, skip=NO_PADDING))
+    return [*found, make_case("qk-norm-padding", *SHAPES["gqa"], num_padding=PADDING, qk_norm=True, skip=NO_PADDING)]
 
 
-def _case(
+def make_case(
     name: str,
     num_tokens: int,
     n_heads: int,

@@ -65,9 +65,13 @@ def cases(target: str) -> list[Case]:
     if target == "cpu":
         return [case for op in OPS for case in op.cases()] + end_to_end.cases()
     if target in KERNEL_TARGETS:
-        found = [case for op in OPS for case in op.cases()]
-        return [case.stored_as(storage) for case in found for storage in case.storages] + kernel_models.cases()
+        return in_storages([case for op in OPS for case in op.cases()]) + kernel_models.cases()
     raise ValueError(f"target {target!r} is none of {', '.join(TARGETS)}")
+
+
+def in_storages(found: Sequence[Case]) -> list[Case]:
+    """Each case in each of the types that kernels store it in."""
+    return [case.stored_as(storage) for case in found for storage in case.storages]
 
 
 def quick(found: Sequence[Case]) -> list[Case]:

@@ -16,7 +16,9 @@ from conformance import __main__ as command
 from conformance import host_build
 from conformance.case import Case
 from conformance.compare import elementwise_error
+from conformance.golden_models import rand_model
 from conformance.machines import kernel_hash
+from conformance.model_shapes import model_cases
 from conformance.report import RESULTS, result_lines, source_hash
 from conformance.suite import target_ops
 from ref.rmsnorm import add_rmsnorm
@@ -139,6 +141,27 @@ def test_a_quick_run_has_some_of_everything(capsys: pytest.CaptureFixture[str]) 
     stems = {case.stem for case in command.cases("gpu")}
     assert {line.split()[0] for line in lines if "left out" not in line} == stems
     assert len(lines) < 200
+
+
+def test_the_sizes_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """--model DIR: its norms, projections, activation, rope and attention, each window once."""
+    sizes = {"head_dim": 64, "num_attention_heads": 7, "num_key_value_heads": 1, "sliding_window": 9}
+    rand_model(tmp_path, **sizes, architectures=["MistralForCausalLM"], model_type="mistral")
+    _, lines, _ = run(capsys, "--target", "host", "--model", str(tmp_path), "--list")
+    assert len(lines) == 44
+    assert "linear model-gate-up-17-bfloat16" in lines
+    found = {case.name: case for case in command.in_storages(model_cases(tmp_path))}
+    assert found["decode-model-window-9-bfloat16"].axes["n_heads"] == 7
+    assert found["model-down-1-bfloat16"].axes["in_features"] == 256
+    status, lines, _ = run(capsys, "--target", "host", "--model", str(tmp_path), "--op", "rope")
+    assert (status, lines[-1]) == (0, "6 passed, 0 failed, 0 skipped")
+
+
+@pytest.mark.parametrize(("target", "message"), [("cpu", "is for --target host and gpu"), ("host", "no such file")])
+def test_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, target: str, message: str) -> None:
+    status, lines, error = run(capsys, "--target", target, "--model", str(tmp_path / "none"))
+    assert (status, lines) == (2, [])
+    assert message in error
 
 
 def test_export(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

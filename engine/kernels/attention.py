@@ -20,7 +20,7 @@ CHUNK = 16  # tokens that a warp of attention_decode takes at once
 HEADS = 16  # query heads that a block of it takes
 DECODE_WARPS = 4
 HOPPER_TILES = {64: 128, 128: 128, 256: 64}  # tokens of a tile of attention_prefill_sm90, by head_dim
-BLOCKS_PER_SM = 4  # of attention_decode, that a grid is split for
+BLOCKS_PER_SM = 1  # of attention_decode, that a grid is split for: more splits cost more to combine than they hide
 
 
 def attention_decode(

@@ -108,7 +108,7 @@ class Gpu:
         self.arch = arch_of(device.compute_capability)
         self.num_sms: int = attributes["MultiProcessorCount"]
         self.max_shared_bytes: int = attributes["MaxSharedMemoryPerBlockOptin"]
-        self.has_wgmma = False
+        self.has_wgmma = self.arch == "sm_90"
         self.counters = cupy.zeros(NUM_COUNTERS, np.uint32)
         self._cache = cache
         self._kernels: dict[Instance, Kernel] = {}

@@ -101,21 +101,19 @@ ANY = float("inf")
 # (most tokens, most KiB of the weight per SM, what is best up to there), as measured on an H200 over the shapes of an
 # 8B model; the first line that fits, and that the GPU can run, holds.
 CHOICES: tuple[tuple[int, float, Choice], ...] = (
-    (8, 320, Skinny(1, 2, 16)),
+    (4, 320, Skinny(2, 2, 16)),
+    (4, 640, Skinny(2, 2, 8)),
+    (4, 1280, Skinny(2, 2, 16)),
+    (4, ANY, None),
+    (8, 320, Skinny(2, 2, 16)),
     (8, 640, Skinny(1, 4, 8)),
-    (8, 1280, Tiles(1, 1, 1, 4, 11, blocks_per_sm=2)),
-    (8, 4000, None),
-    (8, ANY, Tiles(1, 1, 1, 4, 7, blocks_per_sm=3)),
-    (16, 320, Tiles(1, 1, 1, 4, 11, blocks_per_sm=2)),
-    (16, 640, Tiles(1, 1, 1, 2, 12, blocks_per_sm=3)),
-    (16, 1280, Tiles(1, 1, 1, 4, 11, blocks_per_sm=2)),
-    (16, 4000, None),
-    (16, ANY, Tiles(1, 1, 1, 4, 7, blocks_per_sm=3)),
-    (32, 320, Tiles(2, 1, 1, 4, 7, blocks_per_sm=2)),
-    (32, 640, None),
-    (32, 1280, Tiles(2, 1, 1, 4, 7, blocks_per_sm=2)),
+    (8, 1280, None),
+    (8, 4000, Skinny(1, 3, 16)),
+    (8, ANY, None),
+    (16, 320, Skinny(2, 4, 8)),
+    (16, ANY, None),
     (32, 4000, None),
-    (32, ANY, Wgmma(64, 2, 8)),
+    (32, ANY, Wgmma(64, 4, 5)),
     (32, ANY, Tiles(2, 2, 1, 4, 4, blocks_per_sm=2)),
     (64, 640, None),
     (64, 1280, Wgmma(64, 1, 10)),
@@ -123,7 +121,6 @@ CHOICES: tuple[tuple[int, float, Choice], ...] = (
     (64, 4000, Wgmma(64, 2, 8)),
     (64, 4000, None),
     (64, ANY, Wgmma(64, 4, 5)),
-    (64, ANY, Tiles(4, 2, 1, 4, 3, blocks_per_sm=2)),
 )
 
 

@@ -309,7 +309,7 @@ __device__ __forceinline__ Head find_head(const Row& row, unsigned lowest, u64 m
       find_extremes(row, low, high, shared);
       low = shared.lowest, high = shared.highest + 1;
     }
-    if (high - low == 1) return {low, wanted - (kMass ? above.mass : above.count)};
+    if (high - low <= 1) return {low, wanted - (kMass ? above.mass : above.count)};
     __syncthreads();
     if (threadIdx.x == 0)
       place_thresholds(row, low, high, round < kRoundsByValue && high - low > 1u << 23, unit, shared);

@@ -111,7 +111,8 @@ def _compile(instance: Instance, source: str, arch: str) -> tuple[bytes, dict[st
                 f"cuda/{instance.stem}.cu: {instance.entry} does not compile for {arch}:\n{log}"
             ) from error
         symbol = nvrtc.getLoweredName(program, instance.entry)
-        return nvrtc.getCUBIN(program), {"symbol": symbol, **_resources(nvrtc.getProgramLog(program), symbol)}
+        code = nvrtc.getCUBIN(program) + b"\0"  # CuPy takes it for a text and leaves the last byte out
+        return code, {"symbol": symbol, **_resources(nvrtc.getProgramLog(program), symbol)}
     finally:
         nvrtc.destroyProgram(program)
 

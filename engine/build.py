@@ -40,6 +40,7 @@ class BuiltEngine:
     info: ModelInfo
     source: ModelSource
     memory: MemoryPlan
+    device: str  # what computes, in words
 
 
 def build_engine(config: EngineConfig, faults: Faults | None = None, progress: bool = True) -> BuiltEngine:
@@ -74,7 +75,7 @@ def build_engine(config: EngineConfig, faults: Faults | None = None, progress: b
         max_logprobs=config.max_logprobs,
         default_sampling=model_config.default_sampling,
     )
-    return BuiltEngine(engine, info, source, memory)
+    return BuiltEngine(engine, info, source, memory, backend.description)
 
 
 def make_backend(config: EngineConfig, model_config: ModelConfig) -> Backend:

@@ -21,7 +21,7 @@ from engine.faults import Faults
 from engine.runner import ModelRunner, PromptScores, StartedStep, StepResult
 from engine.sampler import needs_tokens
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence, SequenceState
+from engine.sequence import Sequence, SequenceState, token_event
 from engine.stats import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -272,26 +272,9 @@ class Engine:
             else:
                 seq.token_ids[positions[row]] = token_id
             self._generated_tokens += 1
-            finish: FinishReason | None = None
-            if token_id in seq.stop_ids:
-                finish = "stop"
-            elif len(seq.token_ids) >= seq.max_len and seq.token_ids[-1] >= 0:
-                finish = "length"
-            event = TokenEvent(
-                seq.request.request_id,
-                seq.index,
-                (token_id,),
-                None if logprob is None else (logprob,),
-                finish,
-                seq.stop_ids[token_id] if finish == "stop" else None,
-                seq.num_cached_tokens,
-            )
-            if not seq.reported:
-                seq.reported = True
-                event.prompt_logprobs = None if seq.prompt_logprobs is None else tuple(seq.prompt_logprobs)
-                seq.prompt_logprobs = None  # a long prompt's take megabytes
+            event = token_event(seq, token_id, logprob)
             events.append(event)
-            if finish is not None:
+            if event.finish_reason is not None:
                 self._end(seq)
         self._forget_released_slots()
         return events

@@ -155,7 +155,9 @@ class Sampler:
         return result
 
     def start(self, logits: Array, slots: Int32) -> Draw:
-        """Launches the edits and the draw of every row, and counts it as output, also one that turns out bad. Nothing is waited for.
+        """Launches the edits and the draw of every row, and counts it as output, also one that turns out bad.
+
+        Nothing is waited for.
 
         logits [num_rows, vocab] as the model gave them; rows that have penalties, bias or masks are overwritten.
         slots [num_rows], each at most once.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from engine.api import GenerationRequest, TokenLogprob
+from engine.api import FinishReason, GenerationRequest, TokenEvent, TokenLogprob
 
 
 class SequenceState(Enum):
@@ -87,3 +87,26 @@ class Sequence:
         """
         asked = self.request.sampling.prompt_logprobs is not None and self.first_sibling is None and not self.reported
         return asked and len(self.prompt_logprobs or ()) < self.num_prompt
+
+
+def token_event(seq: Sequence, token_id: int, logprob: TokenLogprob | None) -> TokenEvent:
+    """What a client learns of the newest known token of seq, which may end it."""
+    finish: FinishReason | None = None
+    if token_id in seq.stop_ids:
+        finish = "stop"
+    elif len(seq.token_ids) >= seq.max_len and seq.token_ids[-1] >= 0:
+        finish = "length"
+    event = TokenEvent(
+        seq.request.request_id,
+        seq.index,
+        (token_id,),
+        None if logprob is None else (logprob,),
+        finish,
+        seq.stop_ids[token_id] if finish == "stop" else None,
+        seq.num_cached_tokens,
+    )
+    if not seq.reported:
+        seq.reported = True
+        event.prompt_logprobs = None if seq.prompt_logprobs is None else tuple(seq.prompt_logprobs)
+        seq.prompt_logprobs = None  # a long prompt's take megabytes
+    return event

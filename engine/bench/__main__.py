@@ -1,4 +1,4 @@
-"""`python -m engine.bench offline | bookkeeping | streaming | serve`; each with --help."""
+"""`python -m engine.bench offline | shape | bookkeeping | streaming | serve`; each with --help."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from engine.bench import bookkeeping, load, offline, streaming
+from engine.bench import bookkeeping, load, offline, shapes, streaming
 from engine.config import EngineConfig
 from engine.errors import GlintError
 from engine.log import set_up_logging
@@ -17,17 +17,18 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m engine.bench", description="Benchmarks of the engine.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_offline(commands)
+    _add_shape(commands)
     _add_bookkeeping(commands)
     streaming.add_arguments(commands.add_parser("streaming", help="what streaming clients cost the engine's steps"))
     load.add_arguments(commands.add_parser("serve", help="load on a running server: TTFT, TPOT, throughput"))
     arguments = parser.parse_args(argv)
     set_up_logging("bench", "WARNING")
     try:
-        arguments.run(arguments)
+        status: int | None = arguments.run(arguments)
     except GlintError as error:
         print(f"engine.bench: {error}", file=sys.stderr)
         return 1
-    return 0
+    return status or 0
 
 
 def _add_offline(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -68,6 +69,22 @@ def _run_offline(arguments: argparse.Namespace) -> None:
     print(offline.table(report))
     if arguments.json:
         Path(arguments.json).write_text(offline.as_json(report) + "\n")
+
+
+def _add_shape(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("shape", help="a model's shapes with random weights on the GPU, beside limit and peer")
+    parser.add_argument("--model-shape", default="llama-3.1-8b", help=", ".join(shapes.SHAPES))
+    parser.add_argument("--json", type=Path, help="file to write the report to")
+    parser.set_defaults(run=_run_shape)
+
+
+def _run_shape(arguments: argparse.Namespace) -> int:
+    """1 where a figure is behind the peer."""
+    about, figures = shapes.measure(arguments.model_shape)
+    print(shapes.table(about, figures))
+    if arguments.json is not None:
+        arguments.json.write_text(shapes.as_json(about, figures) + "\n", encoding="utf-8")
+    return int(any(figure.verdict == "BEHIND" for figure in figures))
 
 
 def _add_bookkeeping(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

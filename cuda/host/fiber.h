@@ -3,6 +3,8 @@
 
 #include <sys/mman.h>
 
+#include <cstring>
+
 #include "runtime.h"
 
 #if !defined(__x86_64__) || defined(HOST_UCONTEXT)
@@ -27,7 +29,7 @@ inline void __tsan_release(void*) {}
 
 namespace host {
 
-// With the page below it that nobody may touch, an odd number of pages: the tops of 1024 stacks a power of two apart
+// An odd number of pages: the tops of 1024 stacks a power of two apart
 // would share a few entries of the TLB.
 #if defined(HOST_ASAN) || defined(HOST_TSAN)
 constexpr size_t kStackBytes = 65 << 12;
@@ -90,13 +92,19 @@ inline void* main_context() { return nullptr; }
 #endif
 
 // Stacks for `count` threads, side by side; pages that are never touched cost nothing.
+// One mapping, with room for a stack below the first. A page between each two that nobody may touch would make two
+// mappings of every stack, and a process that loads some forty libraries may have no more: so marks are looked at.
 inline char* new_stacks(size_t count) {
-  char* memory = static_cast<char*>(mmap(nullptr, count * kStackBytes, PROT_READ | PROT_WRITE,
+  char* memory = static_cast<char*>(mmap(nullptr, (count + 1) * kStackBytes, PROT_READ | PROT_WRITE,
                                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-  if (memory == MAP_FAILED) return nullptr;
-  for (size_t i = 0; i < count; ++i) mprotect(memory + i * kStackBytes, 4096, PROT_NONE);
-  return memory;
+  return memory == MAP_FAILED ? nullptr : memory + kStackBytes;
 }
+
+constexpr uint64_t kMark = 0xa5a5a5a5a5a5a5a5;
+
+// The last bytes of a stack, which are written over only where a stack is too small.
+inline void mark_end(char* stack) { memcpy(stack, &kMark, sizeof kMark); }
+inline bool is_marked(const char* stack) { return memcmp(stack, &kMark, sizeof kMark) == 0; }
 
 // Stacks that all ended at the same place of a page would share a few lines of the L1 cache.
 inline size_t stack_size(unsigned thread) { return kStackBytes - thread % 61 * 64; }

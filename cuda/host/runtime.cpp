@@ -97,9 +97,15 @@ void to_main(bool for_ever) {
   static_cast<void>(for_ever);
 }
 
+// Before another thread runs, whose stack lies below.
+void check_stack() {
+  if (!is_marked(current->stack)) fault("needs more than %zu bytes of stack", kStackBytes);
+}
+
 void run(Thread* next) {
   Thread* self = current;
   if (next == self) return;
+  check_stack();
   current = next;
 #if defined(HOST_ASAN)
   __sanitizer_start_switch_fiber(&self->fake_stack, next->stack, kStackBytes);
@@ -228,6 +234,7 @@ void thread_main() {
   for (;;) {
     __tsan_acquire(&launch_order);
     kernel->invoke(launch->arguments);
+    check_stack();
     __tsan_release(&end_order);
     Thread* self = current;
     warps[self->warp].exited |= 1u << self->lane;
@@ -252,6 +259,7 @@ bool prepare_threads() {
     if (thread.stack_pointer) continue;  // parked at its end by the launch before
     thread.queue = &queues[i];
     thread.stack = stacks + i * kStackBytes;
+    mark_end(thread.stack);
     thread.stack_pointer = new_context(thread.stack, stack_size(i), thread_main);
 #if defined(HOST_TSAN)
     if (!thread.tsan_fiber) thread.tsan_fiber = __tsan_create_fiber(1);

@@ -25,6 +25,7 @@ FAULTS = {  # kernel: what the message must say
     "product_overflows": "a signed product overflows at faults.cu:",
     "divides_by_zero": "a division by zero or overflow at faults.cu:",
     "writes_past_dynamic": "byte 256 was written of 256 bytes of dynamic shared memory",
+    "overflows_stack": "needs more than 36864 bytes of stack",
     "half_a_warp_at_barrier": "48 threads are not whole warps",
     "other_count_at_barrier": "threads where others expect",
 }

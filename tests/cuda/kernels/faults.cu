@@ -86,3 +86,9 @@ __global__ void does_not_race(float* y) {
     __syncwarp();
   }
 }
+
+__global__ void overflows_stack(int* y) {
+  volatile unsigned char large[40000];  // below its end lies the stack of another thread
+  for (int i = 0; i < 40000; ++i) large[i] = static_cast<unsigned char>(i);
+  y[threadIdx.x] = large[y[0]];
+}

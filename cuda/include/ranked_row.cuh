@@ -351,10 +351,12 @@ __device__ __forceinline__ int find_id(const Row& row, Cut cut, float min_weight
       target = (total >> 24) * fraction + ((total & 0xffffff) * fraction >> 24);
       knows_target = true;
     }
+    const Segment whole{begin, end};
+    end = begin;  // if nothing passes, which no sums of one row can bring about, the search ends here
     for (int w = 0; w < num_warps; ++w) {
       const Measure next{before.mass + shared.parts[w][0].mass, before.count + shared.parts[w][0].count};
       if (sum(next) > target) {
-        const Segment chosen = segment(begin, end, w, num_warps);
+        const Segment chosen = segment(whole.begin, whole.end, w, num_warps);
         begin = chosen.begin, end = chosen.end;
         break;
       }

@@ -60,6 +60,7 @@ class GpuForward:
         room = 5 * max_num_tokens + 2 * (max_num_seqs + 1) + max_num_seqs * table_width
         pinned = [cupy.cuda.alloc_pinned_memory(4 * room) for _ in range(2)]
         self._host: list[Int32] = [np.frombuffer(memory, np.int32, room) for memory in pinned]
+        self._copied = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]  # what lies in host has arrived
         self._turn = 0
         self._device = cupy.empty(room, np.int32)
         self._cos_sin = cupy.empty((max_num_tokens, self._rope_table.shape[1]), np.float32)
@@ -146,8 +147,9 @@ class GpuForward:
         """
         num_seqs, used = batch.block_table.shape
         padded, width = (num_seqs, used) if size is None else (size, self._table_width)
-        host = self._host[self._turn]  # the other one may still be on its way
+        host, copied = self._host[self._turn], self._copied[self._turn]
         self._turn = 1 - self._turn
+        copied.synchronize()  # steps that sample nothing are launched without waiting for any before
         placed: dict[str, Array] = {}
         at = 0
         for name in FIELDS:
@@ -163,6 +165,7 @@ class GpuForward:
         self._device.data.copy_from_host_async(address, 4 * at, stream)
         placed["block_table"] = self._device[at : at + padded * width].reshape(padded, width)
         copy_rows(address + 4 * at, placed["block_table"], num_seqs, 4 * used)
+        copied.record(stream)
         if (batch.token_ids < 0).any():
             token_ids = placed["token_ids"]
             token_ids[...] = cupy.where(token_ids < 0, self._last_ids[-1 - token_ids], token_ids)

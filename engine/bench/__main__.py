@@ -1,4 +1,4 @@
-"""`python -m engine.bench offline | shape | bookkeeping | streaming | serve`; each with --help."""
+"""`python -m engine.bench offline | bookkeeping | streaming | serve`; each with --help."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m engine.bench", description="Benchmarks of the engine.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_offline(commands)
-    _add_shape(commands)
     _add_bookkeeping(commands)
     streaming.add_arguments(commands.add_parser("streaming", help="what streaming clients cost the engine's steps"))
     load.add_arguments(commands.add_parser("serve", help="load on a running server: TTFT, TPOT, throughput"))
@@ -34,6 +33,11 @@ def main(argv: list[str]) -> int:
 def _add_offline(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("offline", help="decode and prefill of a model in this process")
     parser.add_argument("--model", default="starter")
+    parser.add_argument(
+        "--model-shape",
+        choices=shapes.SHAPES,
+        help="in place of a model: its shapes with random weights on the GPU, beside limit and peer",
+    )
     parser.add_argument("--batches", type=_numbers, default=(1, 8), help="decode batch sizes, such as 1,8")
     parser.add_argument("--prefills", type=_numbers, default=(512,), help="prompt lengths")
     parser.add_argument("--steps", type=int, default=30, help="decode steps a figure is the median of")
@@ -46,7 +50,9 @@ def _add_offline(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=_run_offline)
 
 
-def _run_offline(arguments: argparse.Namespace) -> None:
+def _run_offline(arguments: argparse.Namespace) -> int | None:
+    if arguments.model_shape is not None:
+        return _run_shape(arguments)
     longest = max((*arguments.prefills, offline.PROMPT_TOKENS + arguments.steps)) + 8
     config = EngineConfig(
         model=arguments.model,
@@ -61,30 +67,29 @@ def _run_offline(arguments: argparse.Namespace) -> None:
                 config, arguments.against_transformers, arguments.batches, arguments.rounds, arguments.steps
             )
         )
-        return
+        return None
     report = offline.measure(config, arguments.batches, arguments.prefills, arguments.steps)
-    if arguments.json == "-":
-        print(offline.as_json(report))
-        return
-    print(offline.table(report))
-    if arguments.json:
-        Path(arguments.json).write_text(offline.as_json(report) + "\n")
-
-
-def _add_shape(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("shape", help="a model's shapes with random weights on the GPU, beside limit and peer")
-    parser.add_argument("--model-shape", default="llama-3.1-8b", help=", ".join(shapes.SHAPES))
-    parser.add_argument("--json", type=Path, help="file to write the report to")
-    parser.set_defaults(run=_run_shape)
+    if arguments.json != "-":
+        print(offline.table(report))
+    _write(arguments.json, offline.as_json(report))
+    return None
 
 
 def _run_shape(arguments: argparse.Namespace) -> int:
     """1 where a figure is behind the peer."""
     about, figures = shapes.measure(arguments.model_shape)
-    print(shapes.table(about, figures))
-    if arguments.json is not None:
-        arguments.json.write_text(shapes.as_json(about, figures) + "\n", encoding="utf-8")
+    if arguments.json != "-":
+        print(shapes.table(about, figures))
+    _write(arguments.json, shapes.as_json(about, figures))
     return int(any(figure.verdict == "BEHIND" for figure in figures))
+
+
+def _write(where: str | None, report: str) -> None:
+    """To a file; - is standard output."""
+    if where == "-":
+        print(report)
+    elif where is not None:
+        Path(where).write_text(report + "\n", encoding="utf-8")
 
 
 def _add_bookkeeping(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

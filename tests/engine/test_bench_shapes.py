@@ -1,4 +1,4 @@
-"""engine.bench shape: what it says of a figure, and that its runs are whole. Speed itself is no test's business."""
+"""engine.bench offline --model-shape: what it says of a figure, and that its runs are whole. Speed is no test's business."""
 
 import json
 from pathlib import Path
@@ -61,7 +61,8 @@ def test_table_and_json() -> None:
 
 def test_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.build.has_nvidia_driver", lambda: False)
-    assert main(["shape"]) == 1
+    assert main(["offline", "--model-shape", "llama-3.1-8b"]) == 1
     assert "no NVIDIA driver" in capsys.readouterr().err
-    assert main(["shape", "--model-shape", "gpt-9"]) == 1
-    assert "'gpt-9' is not known; there are llama-3.1-8b" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["offline", "--model-shape", "gpt-9"])
+    assert "'gpt-9' (choose from" in capsys.readouterr().err

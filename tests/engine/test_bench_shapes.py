@@ -1,4 +1,4 @@
-"""engine.bench offline --model-shape: what it says of a figure, and that its runs are whole. Speed is no test's business."""
+"""engine.bench offline --model-shape: what it says of a figure, and that its runs are whole."""
 
 import json
 from pathlib import Path

@@ -16,7 +16,7 @@ from engine.checkpoint.loader import load_model_config
 from engine.checkpoint.source import ModelSource, resolve
 from engine.comm.communicator import OneRank
 from engine.config import EngineConfig, ModelConfig, StepLimits
-from engine.errors import ConfigError
+from engine.errors import ConfigError, KernelError
 from engine.faults import Faults
 from engine.loop import Engine
 from engine.memory import MemoryPlan
@@ -95,7 +95,17 @@ def make_backend(config: EngineConfig, model_config: ModelConfig) -> Backend:
         why = _no_gpu(model_config) if has_nvidia_driver() else "no NVIDIA driver is loaded on this machine"
         if why:
             raise ConfigError(f"--device cuda: {why}; use --device cpu, or auto")
-    # by name, so that a machine without a GPU never imports what needs one
+    try:
+        return _named_backend(name, config, model_config)
+    except (ImportError, KernelError) as error:  # a library that is not there, a GPU that is too old
+        if config.device != "auto" or name == "cpu":
+            raise ConfigError(f"--device {name}: {error}; use --device cpu") from error
+        logger.warning("there is an NVIDIA GPU here, but this model runs on the CPU: %s", error)
+        return _named_backend("cpu", config, model_config)
+
+
+def _named_backend(name: str, config: EngineConfig, model_config: ModelConfig) -> Backend:
+    """By name, so that a machine without a GPU never imports what needs one."""
     backend: Backend = importlib.import_module(f"engine.backends.{name}").make_backend(config, model_config)
     return backend
 

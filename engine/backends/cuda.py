@@ -12,7 +12,7 @@ from engine.checkpoint.loader import load_weights
 from engine.checkpoint.source import ModelSource
 from engine.comm.communicator import OneRank
 from engine.config import EngineConfig, ModelConfig, StepLimits
-from engine.errors import ConfigError
+from engine.errors import ConfigError, KernelError
 from engine.forward import Forward
 from engine.kernels.forward import GpuForward, graph_sizes
 from engine.kernels.gpu import Gpu
@@ -155,4 +155,8 @@ def _first_step(num_tokens: int, vocab_size: int) -> StepPlan:
 
 
 def make_backend(config: EngineConfig, model_config: ModelConfig) -> CudaBackend:
-    return CudaBackend(config, model_config)
+    """Raises KernelError where CUDA finds no GPU, or one that is too old."""
+    try:
+        return CudaBackend(config, model_config)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise KernelError(f"CUDA does not start: {error}") from error

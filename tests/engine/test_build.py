@@ -1,6 +1,7 @@
 """Which machine an engine is built for, and how large its steps are when nothing is said."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from engine.build import build_engine, make_backend
 from engine.checkpoint.loader import load_model_config
 from engine.checkpoint.source import resolve
 from engine.config import EngineConfig, ModelConfig, StepLimits
-from engine.errors import ConfigError
+from engine.errors import ConfigError, KernelError
 
 DEFAULTS = StepLimits(max_num_seqs=64, max_num_batched_tokens=512)
 
@@ -32,6 +33,27 @@ def test_packages_that_are_not_there_are_named(model_config: ModelConfig, monkey
     with pytest.raises(ConfigError, match=r"pip install 'glint-llm\[cuda13\]'"):
         make_backend(EngineConfig(device="cuda"), model_config)
     assert "cpu" in make_backend(EngineConfig(), model_config).description  # auto: it still runs
+
+
+@pytest.mark.parametrize("error", [ImportError("libnvrtc is not there"), KernelError("this GPU is too old")])
+def test_a_gpu_that_does_not_start(
+    error: Exception, model_config: ModelConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """auto: a warning, and the CPU; cuda: refused with what was found."""
+    named = build._named_backend
+
+    def starts_only_a_cpu(name: str, config: EngineConfig, model: ModelConfig) -> Any:
+        if name == "cuda":
+            raise error
+        return named(name, config, model)
+
+    monkeypatch.setattr(build, "has_nvidia_driver", lambda: True)
+    monkeypatch.setattr(build, "_no_gpu", lambda model: "")
+    monkeypatch.setattr(build, "_named_backend", starts_only_a_cpu)
+    assert "cpu" in make_backend(EngineConfig(), model_config).description
+    assert str(error) in caplog.text
+    with pytest.raises(ConfigError, match=f"--device cuda: {error}; use --device cpu"):
+        make_backend(EngineConfig(device="cuda"), model_config)
 
 
 def test_a_cpu_computes_in_float32(tmp_path: Path) -> None:

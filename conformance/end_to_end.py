@@ -211,6 +211,7 @@ def _generate_reference(name: str, config: ModelConfig, weights: Inputs, prompts
 def _generate_candidate(name: str, prompts: Sequence[Sequence[int]]) -> Outputs:
     with tempfile.TemporaryDirectory() as folder:
         config = EngineConfig(
+            device="cpu",
             model=str(_make_model(folder, name)),
             block_size=BLOCK_SIZE,
             num_gpu_blocks_override=_num_blocks(name),

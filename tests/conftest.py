@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before anything imports NumPy, whose BLAS reads it once. Models of tests are tiny: a second thread only waits, and in
@@ -16,6 +17,14 @@ from engine.checkpoint.starter import StarterModel, ensure_starter
 from engine.errors import ConfigError
 
 OFFLINE = "GLINT_OFFLINE"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_gpu() -> Iterator[None]:
+    """Engines of tests compute on the CPU, also on a machine with a GPU: what they must give is known to 1e-4."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.build.has_nvidia_driver", lambda: False)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -84,7 +84,20 @@ class Server:
 
 def start(model: str | Path, *flags: str, new_group: bool = False) -> Server:
     """Starts a server on a free port; does not wait for it."""
-    command = [sys.executable, "-m", "engine.serve", "--model", str(model), "--port", "0", "--num-threads", "1", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "engine.serve",
+        "--model",
+        str(model),
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+        "--num-threads",
+        "1",
+        *flags,
+    ]
     environment = {**os.environ, "GLINT_API_KEY": ""}
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment, start_new_session=new_group

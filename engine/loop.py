@@ -163,7 +163,7 @@ class Engine:
         penalties, logprobs, or to find out which of several sequences made a step fail.
         """
         quiet = self._faults is None and self._num_informed == 0
-        return self._overlap and quiet and not (self._failed_steps and any(map(_is_suspect, self._sequences())))
+        return self._overlap and quiet and not (self._failed_steps and any(seq.suspect for seq in self._sequences()))
 
     def _launch(self, plan: StepPlan, seqs: list[Sequence]) -> list[TokenEvent]:
         """Starts a step, then takes what the one before gave, while the device computes."""
@@ -329,10 +329,6 @@ class Engine:
             steps=self._steps,
             step_seconds=self._step_seconds,
         )
-
-
-def _is_suspect(seq: Sequence) -> bool:
-    return seq.suspect
 
 
 def drain(engine: Engine) -> Iterable[TokenEvent]:

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -155,8 +155,3 @@ def _write(path: Path, content: bytes) -> None:
     part = path.with_name(f"{path.name}.{os.getpid()}")
     part.write_bytes(content)
     part.replace(path)
-
-
-def report(cubins: dict[Instance, Cubin]) -> list[dict[str, str | int]]:
-    """Rows of a table: registers, spills and static shared memory of each instance."""
-    return [{"kernel": instance.entry, **asdict(cubin)} for instance, cubin in cubins.items()]

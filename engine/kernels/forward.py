@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from engine.batch import ForwardBatch, StepPlan, build_batch, token_positions, token_sequences
 from engine.comm.communicator import OneRank
+from engine.forward import EagerForward
 from engine.kernels.embedding import embedding
 from engine.kernels.gpu import Gpu, copy_rows
 from engine.kv_cache import KVCache
 from engine.models.model import Model
 from engine.rope_table import RopeTable
-from engine.weights import Norm
 
 Array = Any
 Int32 = NDArray[np.int32]
@@ -52,10 +52,9 @@ class GpuForward:
         max_num_seqs: int,
         table_width: int,
     ) -> None:
-        self._model, self._comm, self._cache, self._rope, self._gpu = model, comm, cache, rope, gpu
+        self._run = EagerForward(model, comm, cache, rope, max_num_seqs)
+        self._cache, self._rope, self._gpu = cache, rope, gpu
         self._table_width = table_width
-        norms: list[Norm] = [piece.norm for piece in model.pieces] + [model.final_norm]
-        self._first_norm, self._next_norms = norms[0], norms[1:]
         self._rope_table = cupy.asarray(rope.table)
         room = 5 * max_num_tokens + 2 * (max_num_seqs + 1) + max_num_seqs * table_width
         pinned = [cupy.cuda.alloc_pinned_memory(4 * room) for _ in range(2)]
@@ -115,7 +114,7 @@ class GpuForward:
 
     def batch(self, plan: StepPlan) -> ForwardBatch:
         """The arrays of a step, on the GPU; of a decoding step padded to the size of a graph."""
-        is_decode = plan.num_decodes == plan.num_tokens and not plan.rope_lens.any()
+        is_decode = plan.num_decodes == plan.num_tokens
         rows = NO_ROWS
         if plan.rope_lens.any():
             rows = self._rope.rows(token_positions(plan), plan.rope_lens[token_sequences(plan)])
@@ -130,14 +129,6 @@ class GpuForward:
             return self._run(batch)
         graph, hidden = found
         graph.launch(cupy.cuda.get_current_stream())
-        return hidden
-
-    def _run(self, batch: ForwardBatch) -> Array:
-        residual = self._model.embed(batch)
-        hidden = self._comm.norm(residual, self._first_norm)
-        for piece, norm in zip(self._model.pieces, self._next_norms, strict=True):
-            partial = piece.forward(hidden, batch, self._cache)
-            hidden, residual = self._comm.reduce_add_norm(partial, residual, norm)
         return hidden
 
     def _upload(self, batch: ForwardBatch, size: int | None) -> ForwardBatch:
@@ -169,11 +160,11 @@ class GpuForward:
         if (batch.token_ids < 0).any():
             token_ids = placed["token_ids"]
             token_ids[...] = cupy.where(token_ids < 0, self._last_ids[-1 - token_ids], token_ids)
+        cos_sin = self._cos_sin[: len(placed["positions"])]  # where a graph looks for them too
         if batch.rope_cos_sin.size:
-            cos_sin = cupy.asarray(batch.rope_cos_sin)
+            cos_sin[: len(batch.rope_cos_sin)] = cupy.asarray(batch.rope_cos_sin)
         else:
-            place = self._cos_sin[: len(placed["positions"])]
-            cos_sin = embedding(placed["positions"], self._rope_table, out=place, device=self._gpu)
+            embedding(placed["positions"], self._rope_table, out=cos_sin, device=self._gpu)
         return ForwardBatch(
             **placed,
             rope_cos_sin=cos_sin,

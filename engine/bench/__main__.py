@@ -1,4 +1,4 @@
-"""`python -m engine.bench offline | bookkeeping | streaming | serve`; each with --help."""
+"""`python -m engine.bench offline | bookkeeping | streaming | serve | soak`; each with --help."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from engine.bench import bookkeeping, load, offline, shapes, streaming
+from engine.bench import bookkeeping, load, offline, shapes, soak, streaming
 from engine.config import EngineConfig
 from engine.errors import GlintError
 from engine.log import set_up_logging
@@ -20,6 +20,9 @@ def main(argv: list[str]) -> int:
     _add_bookkeeping(commands)
     streaming.add_arguments(commands.add_parser("streaming", help="what streaming clients cost the engine's steps"))
     load.add_arguments(commands.add_parser("serve", help="load on a running server: TTFT, TPOT, throughput"))
+    soak.add_arguments(
+        commands.add_parser("soak", help="a crowd on a running server: right answers, nothing left behind")
+    )
     arguments = parser.parse_args(argv)
     set_up_logging("bench", "WARNING")
     try:

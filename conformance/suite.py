@@ -8,6 +8,7 @@ from conformance import (
     activation,
     attention,
     attention_biased,
+    attention_logn,
     embedding,
     end_to_end,
     golden,
@@ -39,6 +40,7 @@ OPS = (
     rope,
     attention,
     attention_biased,
+    attention_logn,
     sampling,
     rope_table,
 )  # files with cases of one stem

@@ -99,7 +99,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what each piece adds to the residual
     logit_scale: float = 1.0
-    logn_length: int = 0  # queries are scaled by ref.attention.logn_scale of this length; 0: they are not
+    logn_length: int = 0  # queries are scaled by ref.attention.logn_query with this length; 0: they are not
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
     prefix_lm: PrefixLmConfig | None = None

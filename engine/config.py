@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
+CudaArch = Literal["auto", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
+CUDA_ARCHES = get_args(CudaArch)
 RopeKind = Literal["none", "default", "linear", "dynamic", "ntk_alpha", "llama3", "yarn", "longrope"]
 
 
@@ -140,6 +142,7 @@ class EngineConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     device: Literal["auto", "cuda", "cpu"] = "auto"
+    cuda_arch: CudaArch = "auto"  # auto: the GPU's own
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     seed: int = 0
@@ -169,7 +172,7 @@ class EngineConfig:
         found: list[tuple[str, str]] = []
         for name, low, high in _INT_RANGES:
             found += _int_problem(name, getattr(self, name), low, high)
-        for name in ("device", "dtype", "load_format"):
+        for name in ("device", "cuda_arch", "dtype", "load_format"):
             choices = get_args(get_type_hints(EngineConfig)[name])
             if getattr(self, name) not in choices:
                 found.append((name, f"is {getattr(self, name)!r}; it must be one of {', '.join(choices)}"))

@@ -70,6 +70,12 @@ OPTIONS = (
     Option("chat_template", text, "a Jinja chat template or the file of one, in place of the model's"),
     Option("device", text, "where the model runs; cuda is refused for now", metavar="auto|cuda|cpu"),
     Option(
+        "cuda_arch",
+        text,
+        "the kernels of an older kind of GPU, as it would run them; by default those of the GPU that is there",
+        metavar="auto|sm_80|sm_86|sm_89|sm_90|sm_100|sm_120",
+    ),
+    Option(
         "dtype",
         text,
         "type of weights and activations; a CPU takes only float32, which is auto there",

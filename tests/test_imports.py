@@ -37,7 +37,15 @@ LAYERS = (
     ("engine.kv_cache", "engine.models.model", "engine.comm"),
     ("engine.models", "engine.checkpoint"),
     ("engine.forward",),
-    ("engine.sampler", "engine.runner", "engine.memory", "engine.kernels.forward", "engine.kernels.store"),
+    (
+        "engine.sampler",
+        "engine.runner",
+        "engine.memory",
+        "engine.kernels.forward",
+        "engine.kernels.graphs",
+        "engine.kernels.store",
+        "engine.kernels.dry_run",
+    ),
     ("engine.backends",),
     ("engine.admission",),
     ("engine.loop",),
@@ -62,7 +70,7 @@ NOT_AT_RUN_TIME = ("torch", "transformers", "jax")
 KERNELS = "engine.kernels"
 GPU = (  # these alone import cupy
     "engine.backends.cuda",
-    *(f"{KERNELS}.{name}" for name in ("gpu", "compile", "cublas", "forward", "store")),
+    *(f"{KERNELS}.{name}" for name in ("gpu", "compile", "cublas", "forward", "graphs", "store")),
 )
 OWN_MODULES = {  # third-party packages that are kept behind a few modules
     "tokenizers": {"engine.tokenizer", "engine.gguf_tokenizer", "ref.__main__"},

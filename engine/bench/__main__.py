@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from engine.bench import bookkeeping, load, offline, shapes, soak, streaming
-from engine.config import EngineConfig
+from engine.config import CUDA_ARCHES, EngineConfig
 from engine.errors import GlintError
 from engine.log import set_up_logging
 
@@ -40,6 +40,9 @@ def _add_offline(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--model-shape",
         choices=shapes.SHAPES,
         help="in place of a model: its shapes with random weights on the GPU, beside limit and peer",
+    )
+    parser.add_argument(
+        "--arch", choices=CUDA_ARCHES, default="auto", help="with --model-shape: the kernels of an older kind of GPU"
     )
     parser.add_argument("--batches", type=_numbers, default=(1, 8), help="decode batch sizes, such as 1,8")
     parser.add_argument("--prefills", type=_numbers, default=(512,), help="prompt lengths")
@@ -80,7 +83,7 @@ def _run_offline(arguments: argparse.Namespace) -> int | None:
 
 def _run_shape(arguments: argparse.Namespace) -> int:
     """1 where a figure is behind the peer."""
-    about, figures = shapes.measure(arguments.model_shape)
+    about, figures = shapes.measure(arguments.model_shape, arguments.arch)
     if arguments.json != "-":
         print(shapes.table(about, figures))
     _write(arguments.json, shapes.as_json(about, figures))

@@ -21,7 +21,7 @@ import numpy as np
 
 from engine.api import GenerationRequest, SamplingParams
 from engine.build import build_engine
-from engine.config import EngineConfig
+from engine.config import CudaArch, EngineConfig
 from engine.loop import Engine, drain
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -84,23 +84,29 @@ class Figure:
         return "ahead of the peer" if sign * self.value < sign * self.peer else "BEHIND"
 
 
-def measure(shape: str) -> tuple[dict[str, str], list[Figure]]:
+def measure(shape: str, arch: CudaArch = "auto") -> tuple[dict[str, str], list[Figure]]:
     """(machine and settings, figures) of a model of these shapes.
 
     Args:
         shape: a key of SHAPES.
+        arch: EngineConfig.cuda_arch; figures of another than the GPU's own are compared with nothing.
     Raises:
         ConfigError: no GPU here, or one that this model does not fit.
     """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
         config = EngineConfig(
-            model=folder, device="cuda", load_format="dummy", max_model_len=16384, enable_prefix_caching=False
+            model=folder,
+            device="cuda",
+            cuda_arch=arch,
+            load_format="dummy",
+            max_model_len=16384,
+            enable_prefix_caching=False,
         )
         started = time.perf_counter()
         built = build_engine(config, progress=False)
         start = time.perf_counter() - started
-    known = H200[shape] if "H200" in built.device else {}
+    known = H200[shape] if "H200 (sm_90," in built.device else {}
     figures = [
         Figure(name, value, *known.get(name, (None, None, None)))
         for name, value in [("start", start), *_figures(built.engine)]

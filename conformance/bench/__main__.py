@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,9 @@ ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90")
 PEERS = "conformance.peers.rivals"
 
 
-def all_rows(has_wgmma: bool) -> list[Row]:
+def all_rows() -> list[Row]:
     return [
-        *rows_attention.rows(has_wgmma),
+        *rows_attention.rows(),
         *rows_linear.rows(),
         *rows_sampling.rows(),
         *rows_tokens.rows(),
@@ -43,7 +44,7 @@ def all_rows(has_wgmma: bool) -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(sys.argv[1:] if arguments is None else arguments)
-    found = _choose(all_rows(args.arch in (None, "sm_90")), args)
+    found = _choose(all_rows(), args)
     if not found:
         print(
             f"python -m conformance.bench: no row has --op {args.op} and {args.filter!r} in its name", file=sys.stderr
@@ -62,16 +63,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(found: Sequence[Row], args: argparse.Namespace) -> int:
     cupy = find_cupy()
     compiler = importlib.import_module("engine.kernels.compile")
-    cupy.cuda.Stream(non_blocking=True).use()
+    timer = GraphTimer(cupy)
     gpu = importlib.import_module("engine.kernels.gpu").Gpu(cache_dir() / "kernels", args.arch)
     if not gpu.has_wgmma:
-        found = [row for row in found if row.portable is not False]
-    rivals: Rivals | None = importlib.import_module(PEERS).rivals if args.peers else None
+        found = [row for row in found if not row.hopper]
+    rivals = _rivals(timer) if args.peers else None
     notes = Notes(gpu.num_sms, gpu.max_shared_bytes, gpu.has_wgmma)
-    kernels = kernels_of_rows(found, lambda portable: _place(notes, portable, dry=True))
+    kernels = kernels_of_rows(found, _places(notes, dry=True))
     gpu.prepare(kernels)
-    timer = GraphTimer(cupy)
-    rates = timer.rates(_place(gpu, None))
+    places = _places(gpu)
+    rates = timer.rates(places[False])
     about = {
         **about_gpu(cupy, compiler),
         "arch": gpu.arch,
@@ -83,7 +84,7 @@ def _run(found: Sequence[Row], args: argparse.Namespace) -> int:
     on_h200 = "H200" in about["gpu"]
     for row in found:
         cupy.get_default_memory_pool().free_all_blocks()
-        figures.append(measure(row if on_h200 else _elsewhere(row), _place(gpu, row.portable), timer, rates, rivals))
+        figures.append(measure(row if on_h200 else _elsewhere(row), places[row.portable], timer, rates, rivals))
         print(line(figures[-1]), flush=True)
         if figures[-1].verdict == WRONG:
             print(f"    {figures[-1].problem}")
@@ -95,8 +96,17 @@ def _run(found: Sequence[Row], args: argparse.Namespace) -> int:
     return status(figures)
 
 
-def _place(device: Any, portable: bool | None, dry: bool = False) -> Place:
-    return Place(device, dry=dry, has_wgmma=False if portable else None)
+def _rivals(timer: GraphTimer) -> Rivals:
+    try:
+        found = importlib.import_module(PEERS).rivals
+    except ImportError as error:
+        raise MachineMissing(f"--peers wants PyTorch beside CuPy: {error}") from error
+    return partial(found, stream=timer.stream)
+
+
+def _places(device: Any, dry: bool = False) -> dict[bool, Place]:
+    """With what the GPU has, and (True) without what Hopper alone has."""
+    return {False: Place(device, dry=dry), True: Place(device, dry=dry, has_wgmma=False)}
 
 
 def _elsewhere(row: Row) -> Row:

@@ -105,14 +105,12 @@ def worst(comparisons: Sequence[Comparison]) -> Comparison:
     return max(comparisons, key=lambda comparison: comparison.share)
 
 
-def kernels_of_rows(rows: Sequence[Row], place_for: Callable[[bool | None], Place]) -> list[Instance]:
-    """What the rows launch, found on a device that launches nothing.
-
-    place_for: of that device, with or without Hopper's instructions.
-    """
+def kernels_of_rows(rows: Sequence[Row], places: Mapping[bool, Place]) -> list[Instance]:
+    """What the rows launch, found on a device that launches nothing. places: of it, by Row.portable."""
     found: dict[Instance, None] = {}
     for row in rows:
-        place = place_for(row.portable)
+        place = places[row.portable]
+        place.device.launches.clear()
         with np.errstate(all="ignore"):  # answers are zeros
             row.make(place).run()
         found |= dict.fromkeys(launch.kernel for launch in place.device.launches if launch.kernel is not None)

@@ -91,7 +91,8 @@ class Row:
     goal: Goal | None = None
     peer: str = ""  # which rival it must not be behind
     peer_tflops: float = 0.0  # of that peer on one H200, where it has not been run here; 0 = unknown
-    portable: bool | None = None  # with or without what Hopper alone has; None: whichever the wrapper takes
+    hopper: bool = False  # only for GPUs with what Hopper alone has
+    portable: bool = False  # without that, also where it is there
 
 
 def limit_of(work: Work, rates: Rates) -> float:

@@ -34,12 +34,10 @@ CUDNN, FLASH2 = "cuDNN", "FlashAttention 2"
 SEEN = 8  # queries in a row that are looked at
 
 
-def rows(has_wgmma: bool) -> list[Row]:
-    """has_wgmma: with those that a GPU needs Hopper's instructions for."""
+def rows() -> list[Row]:
     found = [decode_row(*sizes) for sizes in DECODES]
     for portable, table in ((False, HOPPER), (True, PORTABLE)):
-        if portable or has_wgmma:
-            found += [prefill_row(portable, length, *beside) for length, beside in table.items()]
+        found += [prefill_row(portable, length, *beside) for length, beside in table.items()]
     return found
 
 
@@ -73,6 +71,7 @@ def prefill_row(portable: bool, length: int, peer_tflops: float, goal: Goal | No
         goal=goal,
         peer=FLASH2 if portable else CUDNN,
         peer_tflops=peer_tflops,
+        hopper=not portable,
         portable=portable,
     )
 

@@ -34,11 +34,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """num_equal: tokens that two answers have in common; parted: they went on differently, from a near tie."""
+    """num_equal: tokens that two answers have in common. gap: how far the quiet run's two best logprobs are apart where
+    the other took another token; None: nowhere. differences: between the logprobs that both have, in common tokens.
+    """
 
     num_equal: int
-    parted: bool
-    worst_difference: float  # of the logprobs that both have
+    gap: float | None
+    differences: list[float]
 
 
 def read_answers(reply: Reply, num_choices: int) -> list[Answer]:
@@ -69,32 +71,24 @@ def _entries(reply: Reply) -> Iterator[dict[str, Any]]:
         yield from json.loads(body)["choices"]
 
 
-def compare(quiet: Answer, other: Answer, tolerance: float) -> Comparison:
-    """Two answers of one greedy request, the first with logprobs=2 or more.
-
-    Equal are logprobs within the tolerance, and ids but for a place where the quiet run's two best are closer than
-    that; behind it the two need have nothing in common.
+def compare(quiet: Answer, other: Answer) -> Comparison:
+    """Two answers of one greedy request, the first with logprobs=2 or more; behind the first token in which they differ
+    the two need have nothing in common.
 
     Raises:
-        RequestFailedError: they are not equal.
+        RequestFailedError: the same tokens, but another end.
     """
-    worst = 0.0
+    differences: list[float] = []
     for place, (expected, found) in enumerate(zip(quiet.token_ids, other.token_ids, strict=False)):
-        best, second = quiet.alternatives[place][:2]
-        if found != expected:
-            if best - second >= tolerance:
-                message = (
-                    f"token {found} in place of {expected} at {place}, where the two best are {best - second:.4f} apart"
-                )
-                raise RequestFailedError(message)
-            return Comparison(place, True, worst)
         if other.logprobs:
-            pairs = [(quiet.logprobs[place], other.logprobs[place])]
-            pairs += zip(quiet.alternatives[place], other.alternatives[place], strict=False)
-            worst = max(worst, *(abs(ours - theirs) for ours, theirs in pairs))
-            if worst > tolerance:
-                raise RequestFailedError(f"logprobs at {place} differ by {worst:.4f}, tolerance {tolerance}")
+            pairs = list(zip(quiet.alternatives[place][:2], other.alternatives[place][:2], strict=True))
+            if found == expected:
+                pairs.append((quiet.logprobs[place], other.logprobs[place]))
+            differences += [abs(ours - theirs) for ours, theirs in pairs]
+        if found != expected:
+            best, second = quiet.alternatives[place][:2]
+            return Comparison(place, best - second, differences)
     found_end = (len(other.token_ids), other.finish_reason)
     if found_end != (len(quiet.token_ids), quiet.finish_reason):
         raise RequestFailedError(f"ended as {found_end}, alone as {(len(quiet.token_ids), quiet.finish_reason)}")
-    return Comparison(len(quiet.token_ids), False, worst)
+    return Comparison(len(quiet.token_ids), None, differences)

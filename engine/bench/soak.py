@@ -1,9 +1,9 @@
 """Many clients on a running server: random lengths, seeds, streams, choices and stops, and some of them leave.
 
-First a set of greedy requests is answered one by one, alone. Then, while the crowd is there, each of them must get the
-answer that it got alone: logprobs within the tolerance, and ids equal but for a place where the two best of the quiet
-run are closer than that. In the end nothing may be left: no request, no KV block, no memory of the GPU; no step and no
-request may have failed.
+First a set of greedy requests is answered one by one, alone, and once more: to the last bit the same. Then, while the
+crowd is there, each of them must get the answer that it got alone: logprobs within the tolerance, and ids equal but for
+a place where the two best of the quiet run are closer than that. In the end nothing may be left: no request, no KV
+block, no memory of the GPU; no step and no request may have failed.
 
 Requests whose next draw depends on their text make steps wait for each other (logprobs, penalties), so they come in
 every other phase only: the phases between are of steps that overlap.
@@ -53,8 +53,12 @@ class Report:
     settings: dict[str, Any]
     completed: dict[str, int] = field(default_factory=dict)  # requests by kind
     left: int = 0  # clients that did not wait for their answer
+    compared_answers: int = 0
     compared_tokens: int = 0
     near_ties: int = 0  # answers that went on differently from a near tie
+    largest_gap: float = 0.0  # between the two best where an answer went on differently
+    compared_logprobs: int = 0
+    rms_logprob_difference: float = 0.0
     worst_logprob_difference: float = 0.0
     counters: dict[str, float] = field(default_factory=dict)
     gpu_bytes: tuple[int, int] | None = None  # in use on the machine's GPUs, before and after; None: there are none
@@ -121,6 +125,7 @@ class Soak:
         self._rng = random.Random(arguments.seed)
         self._known: list[Known] = []
         self._began = 0.0
+        self._squares = 0.0  # sum of those of logprob differences
 
     async def run(self) -> Report:
         """Quiet answers, the crowd, and what it left behind."""
@@ -135,6 +140,7 @@ class Soak:
         self._began = time.monotonic()
         await asyncio.gather(*(self._client(number) for number in range(asked.clients)))
         await self._check_idle()
+        report.rms_logprob_difference = (self._squares / max(1, report.compared_logprobs)) ** 0.5
         after, gpu_bytes_after = await metrics(asked.url), gpu_bytes_used()
         for name, must_stay in COUNTERS.items():
             report.counters[name] = after[name] - counters[name]
@@ -158,15 +164,17 @@ class Soak:
             prompt[:common] = shared[:common]
         max_tokens = rng.randint(1, asked.output_tokens)
         body = {**self._greedy(prompt, max_tokens), "logprobs": 2}
-        (answer,) = read_answers(await self._post(body), 1)
-        return Known(prompt, max_tokens, answer)
+        found = [read_answers(await self._post(body | {"cache_salt": salt}), 1)[0] for salt in ("first", "second")]
+        if found[0] != found[1]:
+            self._report.fail(f"a prompt of {length} tokens, alone: a second run differs from the first")
+        return Known(prompt, max_tokens, found[0])
 
     async def _client(self, number: int) -> None:
         """Asks one request after another until the time is over."""
         asked, report = self._asked, self._report
         rng = random.Random(f"{asked.seed} {number}")
         while time.monotonic() < self._began + asked.seconds:
-            calm = (time.monotonic() - self._began) // PHASE_S % 2 == 0
+            calm = (time.monotonic() - self._began) // min(PHASE_S, asked.seconds / 4) % 2 == 0
             kinds = QUIET_KINDS if calm else INFORMED_KINDS
             (kind,) = rng.choices(list(kinds), list(kinds.values()))
             known = rng.choice(self._known)
@@ -185,6 +193,8 @@ class Soak:
 
     def _body(self, kind: str, known: Known, rng: random.Random) -> Body:
         body = self._greedy(known.prompt, known.max_tokens)
+        if rng.random() < 0.3:  # finds nothing in the prefix cache
+            body["cache_salt"] = f"salt {rng.random()}"
         match kind:
             case "logprobs":
                 body["logprobs"] = 2
@@ -218,11 +228,20 @@ class Soak:
             return
         if kind == "scored" and answers[0].num_prompt_logprobs != len(known.prompt):
             raise RequestFailedError(f"{answers[0].num_prompt_logprobs} prompt logprobs of {len(known.prompt)}")
-        quiet = known.answer.until(body["max_tokens"], body.get("stop_token_ids", []))
-        outcome = compare(quiet, answers[0], asked.tolerance)
-        report.compared_tokens += outcome.num_equal
-        report.near_ties += outcome.parted
-        report.worst_logprob_difference = max(report.worst_logprob_difference, outcome.worst_difference)
+        found = compare(known.answer.until(body["max_tokens"], body.get("stop_token_ids", [])), answers[0])
+        report.compared_answers += 1
+        report.compared_tokens += found.num_equal
+        report.near_ties += found.gap is not None
+        report.largest_gap = max(report.largest_gap, found.gap or 0.0)
+        report.compared_logprobs += len(found.differences)
+        self._squares += sum(difference**2 for difference in found.differences)
+        worst = max(found.differences, default=0.0)
+        report.worst_logprob_difference = max(report.worst_logprob_difference, worst)
+        if worst > asked.tolerance:
+            raise RequestFailedError(f"logprobs differ by {worst:.4f}, tolerance {asked.tolerance}")
+        if found.gap is not None and found.gap >= asked.tolerance:
+            message = f"another token than alone at {found.num_equal}, where the two best are {found.gap:.4f} apart"
+            raise RequestFailedError(message)
 
     async def _check_idle(self) -> None:
         deadline = time.monotonic() + IDLE_S

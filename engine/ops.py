@@ -63,6 +63,7 @@ class OpTable:
     embedding: Callable[[Array, Array], Array]  # (token_ids, table)
     position_embedding: Callable[[Array, Array, Array, Array], Array]  # (token_ids, positions, table, position_table)
     linear: Callable[[Array, LinearWeight], Array]  # (x, weight)
+    linear_gate_up_act: Callable[..., Array]  # (x, weight, activation): gate_up_act of linear
     logits: Callable[[Array, LinearWeight], Array]  # linear, in float32 whatever the type of x
     rmsnorm: Callable[[Array, Array, float], Array]  # (x, weight, eps)
     add_rmsnorm: Callable[[Array, Array, Array, float], tuple[Array, Array]]  # (x, residual, weight, eps)
@@ -99,6 +100,7 @@ def cpu_ops(num_threads: int = 1) -> OpTable:
         embedding=embedding.embedding,
         position_embedding=embedding.position_embedding,
         linear=partial(linear.linear, team=team),
+        linear_gate_up_act=partial(linear.linear_gate_up_act, team=team),
         logits=partial(linear.logits, team=team),
         rmsnorm=rmsnorm.rmsnorm,
         add_rmsnorm=rmsnorm.add_rmsnorm,

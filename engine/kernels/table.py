@@ -43,6 +43,7 @@ def kernel_ops(device: Device, sampling: SamplingOps) -> OpTable:
         embedding=partial(embedding.embedding, device=device),
         position_embedding=partial(embedding.position_embedding, device=device),
         linear=partial(linear.linear, device=device),
+        linear_gate_up_act=partial(linear.linear_gate_up_act, device=device),
         logits=partial(linear.logits, device=device),
         rmsnorm=partial(rmsnorm.rmsnorm, device=device),
         add_rmsnorm=partial(rmsnorm.add_rmsnorm, device=device),

@@ -6,7 +6,6 @@ import cupy
 import ml_dtypes
 import numpy as np
 
-from engine.api import SamplingParams
 from engine.batch import StepPlan
 from engine.checkpoint.loader import load_weights
 from engine.checkpoint.source import ModelSource
@@ -14,8 +13,11 @@ from engine.comm.communicator import OneRank
 from engine.config import EngineConfig, ModelConfig, StepLimits
 from engine.errors import ConfigError, KernelError
 from engine.forward import Forward
-from engine.kernels.forward import GpuForward, graph_sizes
+from engine.kernels.dry_run import SAMPLINGS, run_dry
+from engine.kernels.forward import GpuForward, graph_sizes, piece_sizes
 from engine.kernels.gpu import Gpu
+from engine.kernels.graphs import Recorder
+from engine.kernels.notes import Notes
 from engine.kernels.sampling import KernelSampling
 from engine.kernels.store import GpuStore
 from engine.kernels.table import kernel_ops
@@ -29,10 +31,6 @@ from engine.weights import WeightMap, Weights
 
 LIMITS = StepLimits(max_num_seqs=256, max_num_batched_tokens=8192)  # unless the user says others
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
-WARM_UPS = (  # that together need every kernel of the sampler
-    SamplingParams(temperature=0.0),
-    SamplingParams(top_p=0.9, top_k=10, presence_penalty=0.5, logit_bias={0: 1.0}, logprobs=2),
-)
 RESERVE_BYTES = 1 << 30  # for graphs, modules and what others take of the same GPU
 
 
@@ -47,13 +45,16 @@ class CudaBackend:
             )
         self._dtype = DTYPES.get(name, DTYPES["bfloat16"])
         cache = cache_dir() / "kernels"
-        self._gpu = Gpu(cache)
+        self._gpu = Gpu(cache, None if config.cuda_arch == "auto" else config.cuda_arch)
+        self._notes = Notes(self._gpu.num_sms, self._gpu.max_shared_bytes, self._gpu.has_wgmma)
+        run_dry(model_config, self._dtype, config.step_limits(LIMITS), self._notes)
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._stream.use()
         self.limits = LIMITS
         self.overlaps = True
         num_rows = max(config.step_limits(LIMITS).max_num_seqs, PROMPT_LOGPROB_ROWS)
-        self.ops = kernel_ops(self._gpu, KernelSampling(self._gpu, num_rows))
+        self._recorder = Recorder(kernel_ops(self._gpu, KernelSampling(self._gpu, num_rows)))
+        self.ops = self._recorder.ops
         properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
         self.description = (
             f"device cuda: {properties['name'].decode()} ({self._gpu.arch}, {properties['totalGlobalMem'] / 1e9:,.0f} "
@@ -61,6 +62,7 @@ class CudaBackend:
         )
 
     def load(self, source: ModelSource, weight_map: WeightMap, config: EngineConfig, progress: bool) -> Weights:
+        self._gpu.prepare(self._notes.instances, progress)
         store = GpuStore(self._dtype)
         weights = load_weights(
             source, weight_map, store, seed=config.seed, progress=progress, load_format=config.load_format
@@ -107,13 +109,13 @@ class CudaBackend:
         for num_tokens in (*range(1, 33), *range(40, 257, 8)):  # a linear layer's kernel goes by the number of rows
             if num_tokens <= limits.max_num_batched_tokens:
                 model.logits(forward.try_prompt(num_tokens))
-        forward.capture(graph_sizes(limits.max_num_seqs))
+        forward.capture(graph_sizes(limits.max_num_seqs), piece_sizes(limits.max_num_batched_tokens))
         return forward
 
     def warm_up(self, runner: ModelRunner) -> None:
         """Runs every kind of step once, in block 0, which holds nothing yet; then nothing more may be compiled."""
         vocab_size = runner.model.config.vocab_size
-        for sampling in WARM_UPS:
+        for sampling in SAMPLINGS:
             runner.sampler.add(0, sampling, seed=0, prompt_ids=(0, 1), eos_token_ids=())
             for num_tokens in (1, 2, min(32, runner.cache.block_size)):
                 runner.step(_first_step(num_tokens, vocab_size))
@@ -131,9 +133,7 @@ class CudaBackend:
     ) -> GpuForward:
         table = rope or RopeTable(model.config.rope, model.config.rotary_dim, num_positions)
         width = -(-num_positions // cache.block_size)
-        return GpuForward(
-            model, comm, cache, table, self._gpu, limits.max_num_batched_tokens, limits.max_num_seqs, width
-        )
+        return GpuForward(model, comm, cache, table, self._gpu, self._recorder, limits, width)
 
 
 def _first_step(num_tokens: int, vocab_size: int) -> StepPlan:

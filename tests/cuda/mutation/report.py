@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from conformance.host_build import CUDA
 from conformance.machines import kernel_hash
 from tests.cuda.mutation.operators import Mutant
-from tests.cuda.mutation.suites import stems_of
+from tests.cuda.mutation.suites import files
 from tests.cuda.mutation.sweep import BROKEN, KILLED, NO_BUILD, SURVIVED, Verdict
 
 EQUIVALENT = Path(__file__).parent / "equivalent.txt"
@@ -36,27 +39,37 @@ def explanations(text: str) -> dict[str, str]:
     return found
 
 
+@cache
+def _source(file: str) -> str:
+    return hashlib.sha256((CUDA / file).read_bytes()).hexdigest()[:8]
+
+
 @dataclass(slots=True)
 class Record:
-    """Verdicts by id, on the mutants of the files as they are."""
+    """Verdicts by id. sources: of the files that they were given on."""
 
     mutants: dict[str, Mutant]
     verdicts: dict[str, Verdict] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
     explained: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
-    def load(path: Path | None, mutants: Iterable[Mutant]) -> Record:
-        """What a stored run says of mutants of files that have not changed since; headers too."""
+    def load(path: Path | None, mutants: Iterable[Mutant], same_file: bool = True) -> Record:
+        """What a stored run says of mutants that are still there.
+
+        same_file: only where the whole file is as it was, not just the lines around.
+        """
         record = Record({mutant.id: mutant for mutant in mutants})
         record.explained = explanations(EQUIVALENT.read_text("utf-8"))
         if path is not None and path.exists():
-            stored = json.loads(path.read_text("utf-8"))
-            same = {stem for stem, digest in stored["kernels"].items() if kernel_hash(stem) == digest}
             back = {status: name for name, status in STATUS.items()} | {"equivalent": SURVIVED}
-            for case in stored["cases"]:
+            for case in json.loads(path.read_text("utf-8"))["cases"]:
                 mutant = record.mutants.get(case["case"])
-                if mutant is not None and same.issuperset(stems_of(mutant.file)):
-                    record.add(Verdict(mutant.id, back[case["status"]], case["found"], case["seconds"]))
+                if mutant is not None and (not same_file or case["source"] == _source(mutant.file)):
+                    record.sources[mutant.id] = case["source"]
+                    record.verdicts[mutant.id] = Verdict(
+                        mutant.id, back[case["status"]], case["found"], case["seconds"]
+                    )
         return record
 
     def knows(self, mutant: Mutant) -> bool:
@@ -64,24 +77,33 @@ class Record:
 
     def add(self, verdict: Verdict) -> None:
         self.verdicts[verdict.mutant] = verdict
+        self.sources[verdict.mutant] = _source(self.mutants[verdict.mutant].file)
 
     def write(self, path: Path) -> None:
-        stems = sorted({stem for name in self.verdicts for stem in stems_of(self.mutants[name].file)})
+        """As conformance/results has it. "kernels" holds what all verdicts of a file were given on."""
+        names = sorted(name for name in self.verdicts if self._status(name))
+        old = {self.mutants[name].file for name in names if self.sources[name] != _source(self.mutants[name].file)}
+        kernels = {file: kernel_hash(file.removesuffix(".cu")) for file in files() if file.endswith(".cu")}
         head = {
             "target": "mutants",
             "gpu": None,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "kernels": {stem: kernel_hash(stem) for stem in stems},
+            "kernels": {file.removesuffix(".cu"): "" if file in old else digest for file, digest in kernels.items()},
         }
-        cases = ",\n".join(json.dumps(self._case(name)) for name in sorted(self.verdicts) if self._status(name))
+        cases = ",\n".join(json.dumps(self._case(name)) for name in names)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "cases": [\n{cases}\n]}}\n', "utf-8")
 
     def _case(self, name: str) -> dict[str, Any]:
-        verdict, mutant = self.verdicts[name], self.mutants[name]
-        found = verdict.found[:40] if verdict.status == KILLED else ""
-        stem = mutant.file.rpartition("/")[2]
-        return {"stem": stem, "case": name, "status": self._status(name), "found": found, "seconds": verdict.seconds}
+        verdict = self.verdicts[name]
+        return {
+            "stem": self.mutants[name].file.rpartition("/")[2],
+            "case": name,
+            "status": self._status(name),
+            "found": verdict.found[:40] if verdict.status == KILLED else "",
+            "seconds": verdict.seconds,
+            "source": self.sources[name],
+        }
 
     def _status(self, name: str) -> str:
         """ "" for what was not judged."""

@@ -9,6 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from conformance.bench.place import Place
+from conformance.tolerance import RULE, Tolerance
 
 Array = Any  # of a device
 Numbers = NDArray[Any]  # of the host
@@ -67,6 +68,7 @@ class Sample:
     actual: Numbers
     reference: Callable[[Any, str | None], Numbers]
     storage: str  # of the answer
+    tolerance: Tolerance = RULE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

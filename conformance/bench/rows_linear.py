@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from conformance.bench.place import LIBRARY, Place
 from conformance.bench.row import Call, Goal, Row, Sample, Work
+from conformance.tolerance import RULE, TENSOR_CORE_SUM
 from engine.weights import LinearWeight
 from ref.linear import linear
 
@@ -58,7 +59,7 @@ def _linear(place: Place, num_tokens: int, out_features: int, in_features: int, 
     x, weight = place.normal(num_tokens, in_features), place.normal(out_features, in_features)
     stored = LinearWeight("dense", out_features, in_features, {"weight": weight}, None)
     op, prepared = (place.ops.logits, stored) if logits else (place.ops.linear, place.ops.prepare(stored))
-    dtype = np.dtype(np.float32) if logits else place.dtype
+    dtype, tolerance = (np.dtype(np.float32), TENSOR_CORE_SUM) if logits else (place.dtype, RULE)
     out = place.device.empty((num_tokens, out_features), dtype)
 
     def watch() -> Callable[[Array], list[Sample]]:
@@ -70,7 +71,7 @@ def _linear(place: Place, num_tokens: int, out_features: int, in_features: int, 
             return linear(seen.astype(dtype), part.astype(dtype), None)
 
         return lambda y: [
-            Sample(f"y[:, {end.start}:]", place.get(y)[:, end], partial(truth, part), dtype.name)
+            Sample(f"y[:, {end.start}:]", place.get(y[:, end]), partial(truth, part), dtype.name, tolerance)
             for end, part in zip(ends, parts, strict=True)
         ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import subprocess
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,10 +17,10 @@ Array = Any
 Calls = Sequence[Callable[[], Any]]
 
 COLD_BYTES = 400_000_000  # that buffers rotate over: several times any cache
-ROUNDS = 5  # that a time is the median of, after one that is not counted
+ROUNDS = 15  # that a time is the median of, after one that is not counted
 PROBE_BYTES = 4 << 30
 PROBE_SIZE = 8192  # of a square matrix product
-READ = r"""
+PROBE = r"""
 extern "C" __global__ void read_all(const uint4* x, unsigned* out, unsigned long long n) {
   unsigned found = 0;
   unsigned long long step = (unsigned long long)gridDim.x * blockDim.x;
@@ -31,6 +32,17 @@ extern "C" __global__ void read_all(const uint4* x, unsigned* out, unsigned long
     for (int k = 0; k < 8; ++k) found |= v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
   }
   if (found == 0x9E3779B9u) *out = found;
+}
+
+extern "C" __global__ void copy_all(const uint4* x, uint4* y, unsigned long long n) {
+  unsigned long long step = (unsigned long long)gridDim.x * blockDim.x;
+  for (unsigned long long i = (unsigned long long)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += 4 * step) {
+    uint4 v[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) if (i + k * step < n) v[k] = x[i + k * step];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) if (i + k * step < n) y[i + k * step] = v[k];
+  }
 }
 """
 SMI = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu")
@@ -53,7 +65,8 @@ class GraphTimer:
         self._cupy = cupy
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._stream.use()
-        self._read = cupy.RawKernel(READ, "read_all")
+        probes = cupy.RawModule(code=PROBE)
+        self._read, self._copy = probes.get_function("read_all"), probes.get_function("copy_all")
         self._blocks = 16 * int(cupy.cuda.Device().attributes["MultiProcessorCount"])
         self._old = cupy.zeros(COLD_BYTES, cupy.uint8)  # is read in place of what a cache holds
         self._out = cupy.zeros(1, cupy.uint32)
@@ -90,9 +103,10 @@ class GraphTimer:
 
     def rates(self, place: Place) -> Rates:
         """What this GPU does of the plainest: reading, copying, and the vendor's matrix product."""
-        first, second = (self._cupy.zeros(PROBE_BYTES, self._cupy.uint8) for _ in range(2))
-        reading = self.microseconds([lambda: self.read(first), lambda: self.read(second)])
-        copying = self.microseconds([lambda: second.data.copy_from_device_async(first.data, PROBE_BYTES, self._stream)])
+        first, second = (place.normal(PROBE_BYTES // 2) for _ in range(2))
+        reading = self.microseconds([partial(self.read, first), partial(self.read, second)])
+        count = np.uint64(PROBE_BYTES // 16)
+        copying = self.microseconds([lambda: self._copy((self._blocks,), (256,), (first, second, count))])
         x, weight = (place.normal(PROBE_SIZE, PROBE_SIZE) for _ in range(2))
         out = place.device.empty((PROBE_SIZE, PROBE_SIZE), place.dtype)
         multiplying = self.microseconds([lambda: place.device.matmul(x, weight, out)] * 16)

@@ -13,7 +13,7 @@ formats/<family>-<format>.npz holds the same of format_prompt, with the weights 
 logits, greedy, and of each layer's output the last tokens; and logits_format and greedy_format with 8-bit activations,
 where the format has them.
 
-starter.json holds, for each text of starter_prompts, the prompt's ids and greedy ids with the five best logprobs of
+starter.json holds, for each text of starter.prompts, the prompt's ids and greedy ids with the five best logprobs of
 each, from the starter model's GGUF file dequantized to float32; and the logprobs of the same ids at the same places in
 bfloat16 (weights and arithmetic), which say how far that type alone leads from float32.
 
@@ -55,7 +55,7 @@ from conformance.golden_formats import (
 )
 from conformance.golden_models import GOLDEN_SEED, GOLDENS, Config, golden_model, golden_prompts
 from conformance.oracle_layers import layer_outputs
-from conformance.starter_prompts import STARTER_PROMPTS
+from conformance.starter.prompts import STARTER_PROMPTS
 from engine.checkpoint.starter import ensure_starter
 from ref.checkpoint import read_checkpoint
 from ref.numerics import relative_error

@@ -16,13 +16,17 @@ AS_STORED = {"BF16": "bfloat16", "F16": "float16"}  # types of files whose bytes
 
 
 class GpuStore:
-    """bfloat16 or float16 on the current GPU; see engine.checkpoint.store.Store."""
+    """bfloat16 or float16 on the current GPU; see engine.checkpoint.store.Store.
+
+    All copies go over the stream that is the current one when the store is made, which is also the one that memory from
+    the pool is ordered by: an array may be read, or its memory given to another, with no wait for what was copied.
+    """
 
     itemsize = 2
 
     def __init__(self, dtype: Any) -> None:
         self._dtype = np.dtype(dtype)
-        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._stream = cupy.cuda.get_current_stream()
         self._staging: list[Any] = []
         self._free = [cupy.cuda.Event(), cupy.cuda.Event()]
         self._turn = 0

@@ -7,7 +7,9 @@ the GPU is busy with one for longer than it takes to launch the next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 from engine.batch import ForwardBatch, StepPlan, build_batch, token_positions, token_sequences
 from engine.comm.communicator import OneRank
 from engine.config import StepLimits
+from engine.errors import KernelError
 from engine.forward import EagerForward
 from engine.kernels.embedding import embedding
 from engine.kernels.gpu import Gpu, copy_rows
@@ -28,6 +31,8 @@ from engine.rope_table import RopeTable
 
 Array = Any
 Int32 = NDArray[np.int32]
+
+logger = logging.getLogger(__name__)
 
 TOKEN_PADDING = {"token_ids": 0, "positions": 0, "slot_mapping": -1}  # fields with a number a token
 SEQUENCE_PADDING = {"cu_seqlens_q": None, "seq_lens": 0, "logits_indices": 0}  # a sequence; None: the last one again
@@ -83,10 +88,12 @@ class GpuForward:
         """Captures steps of these sizes, the largest first: smaller ones fit in its memory."""
         for size in sorted(token_sizes, reverse=True):
             batch = self._upload(self._prompts(size), size)
-            self._pieces[size] = self._recorder.pieces(partial(self._run, batch))
+            with _optional(f"steps of {size} tokens"):
+                self._pieces[size] = self._recorder.pieces(partial(self._run, batch))
         for size in sorted(batch_sizes, reverse=True):
             batch = self._upload(self._padding(size), size, is_graph=True)
-            self._graphs[size] = self._recorder.whole(partial(self._run, batch))
+            with _optional(f"decoding steps of {size} sequences"):
+                self._graphs[size] = self._recorder.whole(partial(self._run, batch))
 
     def try_prompt(self, size: int) -> Array:
         """Hidden states of prompts of so many tokens in all, whose keys go nowhere and are looked for in block 0.
@@ -200,3 +207,12 @@ class GpuForward:
             two_way_lens=zeros,
             num_decodes=size,
         )
+
+
+@contextmanager
+def _optional(steps: str) -> Iterator[None]:
+    """A graph that cannot be captured only costs time."""
+    try:
+        yield
+    except (KernelError, cupy.cuda.runtime.CUDARuntimeError) as error:
+        logger.warning("%s are launched kernel by kernel: no graph of them could be made (%s)", steps, error)

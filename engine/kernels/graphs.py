@@ -7,7 +7,8 @@ run, and over which grids, depends on the step's sequences: they are launched be
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,8 +68,11 @@ class Recorder:
         """A graph of all that run launches, and what run gives.
 
         run is called twice, as what a kernel needs at its first launch cannot be captured.
+
+        Raises:
+            KernelError, CUDARuntimeError: it cannot be captured.
         """
-        with cupy.cuda.using_allocator(self._pool.malloc):
+        with self._capturing():
             run()
             _begin()
             hidden = run()
@@ -76,15 +80,26 @@ class Recorder:
 
     def pieces(self, run: Callable[[], Array]) -> Pieces:
         """The same in pieces; of a forward pass of prompts, which may then be launched for other sequences."""
-        with cupy.cuda.using_allocator(self._pool.malloc):
+        with self._capturing():
             run()
             self._graphs, self._calls = [], []
-            try:
-                _begin()
-                hidden = run()
-                return Pieces((*self._graphs, _end()), tuple(self._calls), self._inner, hidden)
-            finally:
-                self._calls = None
+            _begin()
+            hidden = run()
+            return Pieces((*self._graphs, _end()), tuple(self._calls), self._inner, hidden)
+
+    @contextmanager
+    def _capturing(self) -> Iterator[None]:
+        """Arrays are of the graphs' own memory; an error leaves the stream as it was."""
+        stream = cupy.cuda.get_current_stream()
+        try:
+            with cupy.cuda.using_allocator(self._pool.malloc):
+                yield
+        except BaseException:
+            if stream.is_capturing():
+                stream.end_capture()
+            raise
+        finally:
+            self._calls = None
 
     def _attention_prefill(
         self,

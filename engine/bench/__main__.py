@@ -44,6 +44,15 @@ def _add_offline(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--arch", choices=CUDA_ARCHES, default="auto", help="with --model-shape: the kernels of an older kind of GPU"
     )
+    parser.add_argument(
+        "--cold-start", action="store_true", help="with --model-shape: start once with all caches empty too"
+    )
+    parser.add_argument(
+        "--only",
+        type=_names,
+        default=(),
+        help='with --model-shape: only these figures, by name or the first word of it, such as "prefill,decode 1"',
+    )
     parser.add_argument("--batches", type=_numbers, default=(1, 8), help="decode batch sizes, such as 1,8")
     parser.add_argument("--prefills", type=_numbers, default=(512,), help="prompt lengths")
     parser.add_argument("--steps", type=int, default=30, help="decode steps a figure is the median of")
@@ -83,7 +92,7 @@ def _run_offline(arguments: argparse.Namespace) -> int | None:
 
 def _run_shape(arguments: argparse.Namespace) -> int:
     """1 where a figure is behind the peer."""
-    about, figures = shapes.measure(arguments.model_shape, arguments.arch)
+    about, figures = shapes.measure(arguments.model_shape, arguments.arch, arguments.cold_start, arguments.only)
     if arguments.json != "-":
         print(shapes.table(about, figures))
     _write(arguments.json, shapes.as_json(about, figures))
@@ -110,6 +119,10 @@ def _run_bookkeeping(arguments: argparse.Namespace) -> None:
         f"{result.num_seqs} sequences: median {result.median_ms:.2f} ms a step, "
         f"95th percentile {result.p95_ms:.2f}, lowest {result.min_ms:.2f}"
     )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def _numbers(text: str) -> tuple[int, ...]:

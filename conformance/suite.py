@@ -9,6 +9,7 @@ from conformance import (
     attention,
     attention_biased,
     attention_logn,
+    attention_needle,
     embedding,
     end_to_end,
     golden,
@@ -41,6 +42,7 @@ OPS = (
     attention,
     attention_biased,
     attention_logn,
+    attention_needle,
     sampling,
     rope_table,
 )  # files with cases of one stem

@@ -38,6 +38,10 @@ TOKEN_PADDING = {"token_ids": 0, "positions": 0, "slot_mapping": -1}  # fields w
 SEQUENCE_PADDING = {"cu_seqlens_q": None, "seq_lens": 0, "logits_indices": 0}  # a sequence; None: the last one again
 NO_ROWS = np.empty((0, 0), np.float32)
 
+known_ids = cupy.ElementwiseKernel(  # see batch.unknown_id
+    "int32 token_id, raw int32 last_ids", "int32 known", "known = token_id < 0 ? last_ids[-1 - token_id] : token_id"
+)
+
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes that get a graph: padding wastes at most half of a small batch and an eighth of a large one."""
@@ -49,7 +53,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 def piece_sizes(max_num_tokens: int) -> list[int]:
     """Numbers of tokens that get a graph in pieces: as far as launching takes longer than computing."""
-    sizes = (8, 16, 24, 32, 48, *range(64, 512, 64), *range(512, 1025, 128))
+    sizes = (8, 16, 24, 32, 48, *range(64, 513, 64))
     return sorted({*(size for size in sizes if size < max_num_tokens), min(sizes[-1], max_num_tokens)})
 
 
@@ -107,7 +111,9 @@ class GpuForward:
         self._last_ids[cupy.asarray(slots)] = token_ids
 
     def rows(self, hidden: Array, indices: Int32) -> Array:
-        """Gathers rows of the hidden states."""
+        """Gathers rows of the hidden states; those of a decoding step lie together already."""
+        if len(indices) and indices[-1] == len(indices) - 1:  # they ascend
+            return hidden[: len(indices)]
         return embedding(cupy.asarray(indices), hidden, device=self._gpu)
 
     def batch(self, plan: StepPlan) -> ForwardBatch:
@@ -160,8 +166,7 @@ class GpuForward:
         copy_rows(address + 4 * at, placed["block_table"], num_seqs, 4 * used)
         copied.record(stream)
         if (batch.token_ids < 0).any():
-            token_ids = placed["token_ids"]
-            token_ids[...] = cupy.where(token_ids < 0, self._last_ids[-1 - token_ids], token_ids)
+            known_ids(placed["token_ids"], self._last_ids, placed["token_ids"])
         cos_sin = self._cos_sin[:num_tokens]  # where a graph looks for them too
         if batch.rope_cos_sin.size:
             cos_sin[: len(batch.rope_cos_sin)] = cupy.asarray(batch.rope_cos_sin)

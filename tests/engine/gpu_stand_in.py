@@ -128,13 +128,6 @@ class Array(np.ndarray):
             copy_from_host_async=lambda host, size, stream: stream.launch(lambda: ctypes.memmove(address, host, size)),
         )
 
-    def __getitem__(self, key: Any) -> Any:
-        if not isinstance(key, np.ndarray):
-            return super().__getitem__(key)
-        found = empty((*key.shape, *self.shape[1:]), self.dtype)
-        launch(lambda to, rows, index: np.copyto(to, rows.take(index, axis=0, mode="wrap")), found, self, key)
-        return found
-
     def __setitem__(self, key: Any, value: Any) -> None:
         launch(lambda to, index, given: to.__setitem__(index, given), self, key, value)
 
@@ -186,10 +179,20 @@ def zeros(shape: Any, dtype: Any = np.float32) -> Array:
     return found
 
 
-def where(condition: Array, x: Array, y: Array) -> Array:
-    found = empty(x.shape, x.dtype)
-    launch(lambda to, *given: np.copyto(to, np.where(*given)), found, condition, x, y)
-    return found
+class ElementwiseKernel:
+    """The one that there is: ids that only the GPU knows."""
+
+    def __init__(self, inputs: str, outputs: str, operation: str) -> None:
+        assert operation == "known = token_id < 0 ? last_ids[-1 - token_id] : token_id"
+
+    def __call__(self, token_ids: Array, last_ids: Array, known: Array) -> None:
+        launch(_known, token_ids, last_ids, known)
+
+
+def _known(token_ids: np.ndarray, last_ids: np.ndarray, known: np.ndarray) -> None:
+    unknown = token_ids < 0
+    known[...] = token_ids
+    known[unknown] = last_ids[-1 - token_ids[unknown]]
 
 
 def to_host(array: Any) -> np.ndarray:
@@ -241,7 +244,7 @@ def gpu_forward(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         using_allocator=using_allocator,
     )
     cupy = ModuleType("cupy")
-    cupy.__dict__.update(cuda=cuda, asarray=asarray, empty=empty, zeros=zeros, where=where)
+    cupy.__dict__.update(cuda=cuda, asarray=asarray, empty=empty, zeros=zeros, ElementwiseKernel=ElementwiseKernel)
     cupy.__dict__["ndarray"] = lambda shape, dtype, memptr, strides: at(memptr, shape, dtype, strides).view(Array)
     gpu = ModuleType("engine.kernels.gpu")
     gpu.__dict__.update(Gpu=Gpu, copy_rows=copy_rows)

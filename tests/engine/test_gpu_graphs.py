@@ -191,5 +191,5 @@ def test_sizes(gpu_forward: ModuleType) -> None:
         assert (sizes[-1], sizes == sorted(set(sizes))) == (limit, True)
     for limit in (1, 5, 8, 100, 600, 2048, 8192):
         sizes = gpu_forward.piece_sizes(limit)
-        assert (sizes[-1], sizes == sorted(set(sizes))) == (min(limit, 1024), True)
+        assert (sizes[-1], sizes == sorted(set(sizes))) == (min(limit, 512), True)
         assert all(size - before <= max(8, before) for before, size in pairwise(sizes))

@@ -32,6 +32,7 @@ COPIES = {  # num_copies, n_kv_heads, head_dim, block_size
     "odd": (5, 3, 7, 3),
     "many": (40, 2, 24, 16),
     "wider-than-a-block": (3, 8, 96, 32),
+    "wide-odd": (2, 7, 45, 33),
 }
 
 

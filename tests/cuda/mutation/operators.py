@@ -107,7 +107,8 @@ def lift_guard(source: Source) -> Iterator[Edit]:
             end = source.partner[number + 1]
             jumps = source.at(end + 1) in JUMPS
             yield source.tokens[number + 2].begin, source.tokens[end - 1].end, "false" if jumps else "true"
-        if token.text == "?" and source.kind(number - 1) == "name":
+        is_whole = source.kind(number - 1) == "name" and source.at(number - 2) in ("=", "(", "return", ",", "?", ":")
+        if token.text == "?" and is_whole:
             yield source.tokens[number - 1].begin, source.tokens[number - 1].end, "true"
 
 
@@ -142,7 +143,8 @@ def mask(source: Source) -> Iterator[Edit]:
         if source.at(number - 1) == "(" and source.called(number - 1).startswith("__shfl"):
             first, end = source.parts(number - 1)[-1]
             if source.kind(first) == "number" and end - first == 1:
-                yield source.tokens[first].begin, source.tokens[first].end, f"(2 * {source.at(first)})"
+                new = "1" if source.at(first) == "0" else f"(2 * {source.at(first)})"
+                yield source.tokens[first].begin, source.tokens[first].end, new
 
 
 def lose_factor(source: Source) -> Iterator[Edit]:
@@ -166,10 +168,13 @@ def sign(source: Source) -> Iterator[Edit]:
 
 
 def constant(source: Source) -> Iterator[Edit]:
-    """A number of floating point that is another."""
-    for token in source.tokens:
+    """A number of floating point that is another; of zeros those that something begins with, or is instead."""
+    for number, token in enumerate(source.tokens):
         if token.kind == "number" and re.fullmatch(r"[\d.]+f|0x[\d.]+p\d+f", token.text):
-            yield token.begin, token.end, "1.0f" if float_of(token.text) == 0 else f"({token.text} * 1.25f)"
+            if float_of(token.text):
+                yield token.begin, token.end, f"({token.text} * 1.25f)"
+            elif source.at(number - 1) in ("=", "?", ":"):
+                yield token.begin, token.end, "1.0f"
 
 
 def loop(source: Source) -> Iterator[Edit]:

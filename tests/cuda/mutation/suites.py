@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from conformance.case import Case
@@ -86,12 +86,13 @@ def first_finding(stem: str, folder: Path) -> str:
                     return f"{edge.__name__}: {problems[0]}"
         return MORE[stem](stem, folder) if stem in MORE else ""
     except (KernelFault, AssertionError) as fault:
-        return str(fault)
+        return f"{type(fault).__name__} {fault}"
 
 
 def watched_finding(stem: str, folder: Path, sanitizer: str) -> str:
     """What a sanitizer sees in a few cases; "" = nothing."""
-    return _of_cases(quick(cases_of(stem)), folder, sanitizer)
+    edits = [case for case in cases_of(stem) if case.name.startswith("edits")]
+    return _of_cases([*quick(cases_of(stem)), *edits], folder, sanitizer)
 
 
 def _of_cases(cases: list[Case], folder: Path, sanitizer: str = "") -> str:
@@ -103,27 +104,37 @@ def _of_cases(cases: list[Case], folder: Path, sanitizer: str = "") -> str:
     return ""
 
 
-def _hostile_rows(stem: str, folder: Path) -> str:
+def _sampling_tests(stem: str, folder: Path) -> str:
+    """Of test_sampling, which gets its kernels from this folder; in a process that does nothing else."""
+    of_true_kernels = test_sampling.device
+    test_sampling.device = cache(lambda: of_true_kernels(folder=folder))  # type: ignore[assignment]
+    if stem == "sampling":
+        test_sampling.test_greedy_over_parts_of_a_row_launch_after_launch()
+        test_sampling.test_rows_that_cannot_be_sampled_say_so_and_touch_nobody()
+    test_sampling.test_the_sampler_over_kernels_gives_what_it_gives_over_numpy()
     return test_sampling.finding(folder, stem)
 
 
-def _shapes(stem: str, folder: Path) -> str:
-    """Of test_linear, each in every order."""
-    devices = [HostDevice(*order, folder=folder) for order in test_linear.ORDERS]
-    for choice, storage, shapes in test_linear.RUNS.values():
-        if type(choice).__name__ == LAUNCHED_BY[stem]:
-            for shape in shapes:
-                for device in devices:
-                    if problems := test_linear.problems(device, choice, shape, storage):
-                        return problems[0]
+def _linear_tests(stem: str, folder: Path) -> str:
+    """Of test_linear, in the same way."""
+    test_linear.HostDevice = partial(HostDevice, folder=folder)  # type: ignore[misc]
+    is_of_stem = {"linear": test_linear.Skinny, "linear_tiles": test_linear.Tiles}[stem].__instancecheck__
+    for choice, storage, shapes in filter(lambda run: is_of_stem(run[0]), test_linear.RUNS.values()):
+        for shape in shapes:
+            for order in test_linear.ORDERS:
+                if problems := test_linear.problems(test_linear.device(order), choice, shape, storage):
+                    return problems[0]
+    for choice, gated, activation in filter(lambda run: is_of_stem(run[0]), test_linear.GATED.values()):
+        test_linear.test_gated_is_linear_and_then_the_activation(choice, gated, activation)
+    test_linear.test_float32_out(test_linear.SKINNY if stem == "linear" else test_linear.TILES)
+    test_linear.test_nothing_outside_is_touched(test_linear.SKINNY if stem == "linear" else test_linear.SPLIT)
     return ""
 
 
-LAUNCHED_BY = {"linear": "Skinny", "linear_tiles": "Tiles"}
-MORE: dict[str, Callable[[str, Path], str]] = {
-    "linear": _shapes,
-    "linear_tiles": _shapes,
-    "sampling": _hostile_rows,
-    "sampling_edits": _hostile_rows,
-    "sampling_logprobs": _hostile_rows,
+MORE: dict[str, Callable[[str, Path], str]] = {  # they may raise AssertionError or KernelFault instead
+    "linear": _linear_tests,
+    "linear_tiles": _linear_tests,
+    "sampling": _sampling_tests,
+    "sampling_edits": _sampling_tests,
+    "sampling_logprobs": _sampling_tests,
 }

@@ -1,6 +1,7 @@
 """Times every kernel op on the GPU that is there, beside what that GPU allows, the goal and the peer:
 
 python -m conformance.bench [--op OP] [--filter TEXT] [--arch sm_80|sm_86|sm_89|sm_90] [--peers] [--json FILE] [--list]
+python -m conformance.bench --readme README.md   puts the tables of the runs in the tree into it
 
 Exit status: 0, 1 if a row is behind its peer or its answer is wrong, 2 if there is no GPU or no such row.
 """
@@ -21,6 +22,7 @@ from typing import Any
 from conformance.bench import rows_attention, rows_linear, rows_sampling, rows_tokens
 from conformance.bench.measure import Rivals, kernels_of_rows, measure
 from conformance.bench.place import Place
+from conformance.bench.readme import tables, with_tables
 from conformance.bench.row import Row
 from conformance.bench.table import WRONG, header, line, report, status, summary
 from conformance.bench.timing import GraphTimer, clocks
@@ -44,6 +46,9 @@ def all_rows() -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(sys.argv[1:] if arguments is None else arguments)
+    if args.readme is not None:
+        args.readme.write_text(with_tables(args.readme.read_text("utf-8"), tables()), encoding="utf-8")
+        return 0
     found = _choose(all_rows(), args)
     if not found:
         print(
@@ -125,6 +130,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--arch", choices=ARCHES, help="take the code paths of such a GPU instead of this one's")
     parser.add_argument("--peers", action="store_true", help="time PyTorch, cuDNN and Triton beside ours (needs them)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--readme", type=Path, metavar="FILE", help="write the tables of stored runs into README.md")
     parser.add_argument("--list", action="store_true", help="print the rows instead of running them")
     return parser.parse_args(arguments)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from conformance.bench.place import Place, spread
+from conformance.bench.place import Place
 from conformance.bench.row import Call, Goal, Row, Sample, Work
 from ref.attention import attention_dense
 
@@ -32,6 +32,7 @@ HOPPER = {2048: (401.0, None), 8192: (548.0, Goal(tflops=450)), 16384: (566.0, N
 PORTABLE = {2048: (204.0, Goal(tflops=200)), 8192: (317.0, Goal(tflops=300)), 16384: (335.0, None)}
 CUDNN, FLASH2 = "cuDNN", "FlashAttention 2"
 SEEN = 8  # queries in a row that are looked at
+SEEN_HEADS = (2, KV_HEADS - 1)  # and those of which KV heads
 
 
 def rows() -> list[Row]:
@@ -85,29 +86,41 @@ def _cache(place: Place, batch: int, length: int, room: int) -> tuple[Array, Arr
     return place.normal(*shape), place.normal(*shape), table
 
 
-def _keys(place: Place, cache: Array, blocks: Array, head: int) -> Numbers:
-    """[tokens, 1, head_dim] of one KV head, in the order of the tokens."""
+def _keys(place: Place, cache: Array, blocks: Array, length: int) -> dict[int, Numbers]:
+    """[length, 1, head_dim] of the KV heads that are looked at, in the order of the tokens."""
     bits = cache.view(np.uint16) if cache.itemsize == 2 else cache
-    return place.get(bits[:, :, head][blocks].view(cache.dtype)).reshape(-1, 1, HEAD_DIM)
+    found = {head: place.get(bits[:, :, head][blocks].view(cache.dtype)) for head in SEEN_HEADS}
+    return {head: keys.reshape(-1, 1, HEAD_DIM)[:length] for head, keys in found.items()}
 
 
 def _decode(place: Place, heads: int, batch: int, length: int, room: int) -> Call:
     k_cache, v_cache, table = _cache(place, batch, length, room)
     q = place.normal(batch, heads, HEAD_DIM)
     block_table, seq_lens = place.put(table), place.put(np.full(batch, length, np.int32))
-    group, count = heads // KV_HEADS, -(-length // BLOCK_SIZE)
+    group, count, row = heads // KV_HEADS, -(-length // BLOCK_SIZE), batch - 1
 
     def watch() -> Callable[[Array], list[Sample]]:
-        row, head = spread(batch)[-1], KV_HEADS - 2  # the last sequence, one of the KV heads
-        queries = slice(head * group, (head + 1) * group)
-        seen = place.get(q[row : row + 1])[:, queries]
-        keys, values = (_keys(place, cache, block_table[row, :count], head)[:length] for cache in (k_cache, v_cache))
+        seen = place.get(q[row : row + 1])
+        keys, values = (_keys(place, cache, block_table[row, :count], length) for cache in (k_cache, v_cache))
 
-        def truth(dtype: Any, storage: str | None) -> Numbers:
-            parts = (part.astype(dtype) for part in (seen, keys, values))
-            return attention_dense(*parts, SM_SCALE, storage=storage)
+        def truth(head: int, dtype: Any, storage: str | None) -> Numbers:
+            part = seen[:, head * group : (head + 1) * group].astype(dtype)
+            of_head = keys[head].astype(dtype), values[head].astype(dtype)
+            return attention_dense(part, *of_head, sm_scale=SM_SCALE, storage=storage)
 
-        return lambda out: [Sample("out", place.get(out[row : row + 1])[:, queries], truth, place.storage)]
+        def look(out: Array) -> list[Sample]:
+            found = place.get(out[row : row + 1])
+            return [
+                Sample(
+                    f"out, KV head {head}",
+                    found[:, head * group : (head + 1) * group],
+                    partial(truth, head),
+                    place.storage,
+                )
+                for head in SEEN_HEADS
+            ]
+
+        return look
 
     inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table, "seq_lens": seq_lens}
     return Call(
@@ -126,25 +139,29 @@ def _prefill(place: Place, length: int) -> Call:
     group = PREFILL_HEADS // KV_HEADS
 
     def watch() -> Callable[[Array], list[Sample]]:
-        head = KV_HEADS - 2
-        queries = slice(head * group, (head + 1) * group)
-        keys, values = (_keys(place, cache, block_table[0], head) for cache in (k_cache, v_cache))
+        keys, values = (_keys(place, cache, block_table[0], length) for cache in (k_cache, v_cache))
         ends = sorted({min(SEEN, length), length // 2 + 5, length})
-        seen = {end: place.get(q[max(end - SEEN, 0) : end])[:, queries] for end in ends}
+        seen = {end: place.get(q[max(end - SEEN, 0) : end]) for end in ends}
 
-        def truth(end: int, dtype: Any, storage: str | None) -> Numbers:
-            parts = (part.astype(dtype) for part in (seen[end], keys[:end], values[:end]))
-            return attention_dense(*parts, SM_SCALE, storage=storage)
+        def truth(end: int, head: int, dtype: Any, storage: str | None) -> Numbers:
+            part = seen[end][:, head * group : (head + 1) * group].astype(dtype)
+            of_head = keys[head][:end].astype(dtype), values[head][:end].astype(dtype)
+            return attention_dense(part, *of_head, sm_scale=SM_SCALE, storage=storage)
 
-        return lambda out: [
-            Sample(
-                f"out[{end - len(seen[end])}:{end}]",
-                place.get(out[max(end - SEEN, 0) : end])[:, queries],
-                partial(truth, end),
-                place.storage,
-            )
-            for end in ends
-        ]
+        def look(out: Array) -> list[Sample]:
+            found = {end: place.get(out[max(end - SEEN, 0) : end]) for end in ends}
+            return [
+                Sample(
+                    f"out[:{end}], KV head {head}",
+                    found[end][:, head * group : (head + 1) * group],
+                    partial(truth, end, head),
+                    place.storage,
+                )
+                for end in ends
+                for head in SEEN_HEADS
+            ]
+
+        return look
 
     where = {"block_table": block_table, "cu_seqlens_q": bounds, "seq_lens": seq_lens}
     return Call(

@@ -83,7 +83,7 @@ MEAN_ROUNDED = Tolerance(
 )
 TENSOR_CORE_SUM = Tolerance(
     floor_roundings=128.0,
-    reason="a tensor core cuts its running sum off instead of rounding it, at each of the 256 steps of 16 that a sum of "
+    reason="a tensor core cuts its running sum off instead of rounding it, at each of 256 steps of 16 that a sum of "
     "4096 products takes; half a unit in the last place each time is 128 roundings, all to one side",
 )
 GOLDEN = Tolerance(

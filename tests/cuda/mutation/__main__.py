@@ -19,7 +19,7 @@ def main() -> int:
     args = _parse()
     mutants = [mutant for mutant in all_mutants() if not args.files or mutant.file.rpartition("/")[2] in args.files]
     mutants = [mutant for mutant in mutants if not args.ids or mutant.id in args.ids]
-    record = Record.load(args.json, mutants, not args.keep)
+    record = Record.load(None if args.anew else args.json, mutants, not args.keep)
     wanted = [mutant for mutant in chosen(mutants, args.seed, args.per_file) if not record.knows(mutant)]
     print(f"{len(mutants)} mutants; {len(wanted)} to be judged", flush=True)
     start = time.monotonic()
@@ -45,6 +45,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--per-file", type=int, metavar="N", help="at most N of a file (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice and its order (default 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="go on from this file, and write the verdicts there")
+    parser.add_argument("--anew", action="store_true", help="do not go on from what is in --json")
     parser.add_argument("--keep", action="store_true", help="keep verdicts where only other lines of a file changed")
     parser.add_argument("--quiet", action="store_true", help="print survivors only")
     return parser.parse_args()

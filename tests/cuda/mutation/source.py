@@ -111,13 +111,15 @@ class Source:
         """Whether this [ takes an element, and neither declares an array nor begins a lambda."""
         if self.at(opening) != "[" or not self.ends_operand(opening - 1) or self.at(opening - 1) == ")":
             return False
-        first = opening  # of the statement, or of the declarator in it
+        first = opening  # of the declarator, if it is in one
         while first > 0 and self.at(first - 1) not in (";", "{", "}", ","):
             if self.at(first - 1) in ("=", "+=", "*=", "-=", "("):
                 return True
             first = self.partner[first - 1] if self.at(first - 1) in CLOSING else first - 1
-        while first > 0 and self.at(first - 1) not in (";", "{", "}", "("):
-            first = self.partner[first - 1] if self.at(first - 1) in CLOSING - {"}"} else first - 1
+        while first > 0 and self.at(first - 1) not in (";", "{", "("):
+            if self.at(first - 1) == "}" and self.at(first) != ",":  # not behind what an array begins with
+                break
+            first = self.partner[first - 1] if self.at(first - 1) in CLOSING else first - 1
         return self.at(first) not in TYPES
 
     def _partners(self) -> dict[int, int]:

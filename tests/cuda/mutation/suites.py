@@ -104,10 +104,12 @@ def _of_cases(cases: list[Case], folder: Path, sanitizer: str = "") -> str:
     return ""
 
 
+SAMPLING_DEVICE = test_sampling.device  # before anybody has put another in its place
+
+
 def _sampling_tests(stem: str, folder: Path) -> str:
     """Of test_sampling, which gets its kernels from this folder; in a process that does nothing else."""
-    of_true_kernels = test_sampling.device
-    test_sampling.device = cache(lambda: of_true_kernels(folder=folder))  # type: ignore[assignment]
+    test_sampling.device = partial(SAMPLING_DEVICE, folder=folder)  # type: ignore[assignment]
     if stem == "sampling":
         test_sampling.test_greedy_over_parts_of_a_row_launch_after_launch()
         test_sampling.test_rows_that_cannot_be_sampled_say_so_and_touch_nobody()

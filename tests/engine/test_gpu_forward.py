@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
+from engine.batch import ForwardBatch, StepPlan
 from engine.loop import Engine
 from tests.engine import gpu_stand_in as stand_in
 from tests.engine.engines import Outputs, finish, request
 from tests.engine.gpu_stand_in import gpu_forward
-from tests.engine.stand_in_engine import make_engine, model_folder
+from tests.engine.stand_in_engine import TOKEN_SIZES, make_engine, model_folder
 
 __all__ = ["gpu_forward"]  # a fixture
 
@@ -46,14 +47,34 @@ def storm(engine: Engine, seed: int) -> Outputs:
     return finish(engine, outputs)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "dynamic", "minicpm", "command_r", "cpm1"])
-def test_storm(name: str, gpu_forward: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [("llama", 1), ("llama", 7), ("mistral", 8), ("dynamic", 3), ("minicpm", 4), ("command_r", 5), ("cpm1", 6)],
+)
+def test_storm(name: str, seed: int, gpu_forward: ModuleType, tmp_path: Path) -> None:
     """Mixed steps, chunks, padding, preemption, penalties, overlap: all outputs are those of an eager engine."""
     folder = model_folder(tmp_path, name)
     settings = {"num_gpu_blocks_override": 18, "max_model_len": 60}
     engine, eager = make_engine(folder, gpu_forward, **settings), make_engine(folder, None, **settings)
+    kinds = note_kinds(engine.runner.forward)
     before = stand_in.STREAM.num_graphs
-    for seed in range(2):
-        assert storm(engine, seed) == storm(eager, seed)
+    assert storm(engine, seed) == storm(eager, seed)
     assert engine.scheduler.num_preemptions > 0
+    assert kinds == {"decode", "mixed", "prompts", "large"}
     assert stand_in.STREAM.num_graphs - before > engine.stats().steps, "graphs in pieces were launched"
+
+
+def note_kinds(forward: Any) -> set[str]:
+    """The kinds of steps that it has made since."""
+    kinds: set[str] = set()
+    make_batch = forward.batch
+
+    def noted(plan: StepPlan) -> ForwardBatch:
+        if plan.num_tokens > TOKEN_SIZES[-1]:
+            kinds.add("large")
+        else:
+            kinds.add({0: "prompts", plan.num_tokens: "decode"}.get(plan.num_decodes, "mixed"))
+        return make_batch(plan)
+
+    forward.batch = noted
+    return kinds

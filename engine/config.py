@@ -150,6 +150,7 @@ class EngineConfig:
     block_size: int = 16
     num_gpu_blocks_override: int | None = None  # the KV pool in blocks; None: sized from memory
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory; means nothing on a CPU
+    reserve_memory_mb: int = 512  # of a GPU's memory, left to others whatever that share is; means nothing on a CPU
     max_num_seqs: int | None = None  # None: 64 on a CPU, 256 on a GPU
     max_num_batched_tokens: int | None = None  # the token budget of a step; None: 512 on a CPU, 8192 on a GPU
     max_waiting: int = 2048  # requests in the queue before 429
@@ -209,6 +210,7 @@ _INT_RANGES: tuple[tuple[str, int, int], ...] = (  # the upper ends keep a slip 
     ("max_model_len", 2, 2**28),
     ("block_size", 1, 1024),
     ("num_gpu_blocks_override", 1, 2**24),
+    ("reserve_memory_mb", 0, 2**24),
     ("max_num_seqs", 1, 2**16),
     ("max_num_batched_tokens", 1, 2**24),
     ("max_waiting", 1, 2**31 - 1),

@@ -26,6 +26,7 @@ from engine.kernels.embedding import embedding
 from engine.kernels.gpu import Gpu, copy_rows
 from engine.kernels.graphs import Pieces, Recorder
 from engine.kv_cache import KVCache
+from engine.memory_plan import ALWAYS, STEP, Buffer
 from engine.models.model import Model
 from engine.rope_table import RopeTable
 
@@ -105,6 +106,16 @@ class GpuForward:
         What a step of this size takes, memory and kernels, is taken by it.
         """
         return self._run(self._upload(self._prompts(size), size))
+
+    def buffers(self) -> tuple[Buffer, ...]:
+        """What it holds beside the graphs."""
+        return (
+            Buffer("rope table", int(self._rope_table.nbytes), ALWAYS),
+            Buffer("rope rows of a step", int(self._cos_sin.nbytes), STEP),
+            Buffer("integers of a step", int(self._device.nbytes), STEP),
+            Buffer("integers of a step", sum(host.nbytes for host in self._host), STEP, "host", "two, in turn"),
+            Buffer("sampled ids", int(self._last_ids.nbytes), STEP),
+        )
 
     def remember(self, slots: Int32, token_ids: Array) -> None:
         """Keeps sampled ids where they are; the host need not have seen them when the next step begins."""

@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 
 from engine.errors import KernelError
 from engine.kernels.compile import ARCHES, MAX_SHARED_BYTES, arch_of, compile_all, compile_kernel
-from engine.kernels.cublas import Cublas
+from engine.kernels.cublas import WORKSPACE_BYTES, Cublas
 from engine.kernels.device import NUM_COUNTERS, Argument, Dims, Instance
 from engine.kernels.driver_errors import explain
+from engine.memory_plan import ALWAYS, Buffer
 from engine.system import usable_cores
 
 Array = Any
@@ -172,6 +173,11 @@ class Gpu:
         in_context = cupy.cuda.runtime.setDevice
         with ThreadPoolExecutor(usable_cores(), initializer=in_context, initargs=(cupy.cuda.Device().id,)) as pool:
             list(pool.map(self._load, wanted))  # of PTX it is the driver that compiles here
+
+    def buffers(self) -> tuple[Buffer, ...]:
+        """What it holds beside the code of kernels."""
+        counters = Buffer("counters of kernels", int(self.counters.nbytes), ALWAYS)
+        return counters, Buffer("cuBLAS workspace", WORKSPACE_BYTES, ALWAYS)
 
     def seal(self) -> None:
         self._sealed = True

@@ -1,12 +1,11 @@
 """KVM-01: blocks of the KV cache whose elements lie past 2³¹ and 2³² give the same bits as blocks at its beginning.
 
-The caches are files with holes, of which only what is touched takes memory. A kernel that multiplies a block's number by
-its size in 32 bits would read or write near the beginning, where other numbers lie.
+The caches are files with holes, of which only what is touched takes memory. A kernel that multiplies a block's number
+by its size in 32 bits would read or write near the beginning, where other numbers lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -36,9 +35,9 @@ def ops() -> OpTable:
 
 
 @pytest.fixture(scope="module")
-def caches() -> Iterator[tuple[Array, Array]]:
+def caches() -> tuple[Array, Array]:
     shape = (EDGES[-1] + 3, BLOCK, KV_HEADS, HEAD_DIM)
-    yield unbacked(shape), unbacked(shape)
+    return unbacked(shape), unbacked(shape)
 
 
 @pytest.fixture(params=EDGES, ids=["2^31", "2^32"])

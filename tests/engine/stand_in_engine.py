@@ -17,7 +17,8 @@ from engine.config import EngineConfig, StepLimits
 from engine.forward import EagerForward
 from engine.kv_cache import KVCache, make_kv_cache
 from engine.loop import Engine
-from engine.memory import MemoryPlan, plan_memory
+from engine.memory import plan_memory
+from engine.memory_plan import MemoryPlan
 from engine.models.model import Model
 from engine.rope_table import RopeTable
 from engine.runner import ModelRunner
@@ -67,6 +68,9 @@ class StandInBackend:
 
     def warm_up(self, runner: ModelRunner) -> None:
         """Nothing is compiled."""
+
+    def num_late_allocations(self) -> int:
+        return 0
 
 
 def make_engine(folder: Path, module: ModuleType | None, **settings: Any) -> Engine:

@@ -86,6 +86,7 @@ class GpuForward:
         self._device = cupy.empty(room, np.int32)
         self._cos_sin = cupy.empty((max_num_tokens, self._rope_table.shape[1]), np.float32)
         self._last_ids = cupy.zeros(max_num_seqs, np.int32)  # by slot
+        known_ids(self._last_ids, self._last_ids, self._last_ids)  # changes none, but has it compiled before a step
         self._graphs: dict[int, tuple[Any, Array]] = {}  # of decoding, by sequences: the graph, its hidden states
         self._pieces: dict[int, Pieces] = {}  # of other steps, by tokens
 

@@ -12,6 +12,7 @@ import argparse
 import datetime
 import importlib
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,9 +24,9 @@ from conformance.bench import rows_attention, rows_linear, rows_sampling, rows_t
 from conformance.bench.measure import Rivals, kernels_of_rows, measure
 from conformance.bench.place import Place
 from conformance.bench.readme import tables, with_tables
-from conformance.bench.row import Row
-from conformance.bench.table import WRONG, header, line, report, status, summary
-from conformance.bench.timing import GraphTimer, clocks
+from conformance.bench.row import Rates, Row, limit_of
+from conformance.bench.table import WRONG, Figure, header, line, report, status, summary
+from conformance.bench.timing import GraphTimer, Timer, clocks
 from conformance.machines import MachineMissing, about_gpu, find_cupy, kernel_hash
 from engine.checkpoint.starter import cache_dir
 from engine.errors import GlintError
@@ -89,7 +90,7 @@ def _run(found: Sequence[Row], args: argparse.Namespace) -> int:
     on_h200 = "H200" in about["gpu"]
     for row in found:
         cupy.get_default_memory_pool().free_all_blocks()
-        figures.append(measure(row if on_h200 else _elsewhere(row), places[row.portable], timer, rates, rivals))
+        figures.append(_figure(row if on_h200 else _elsewhere(row), places[row.portable], timer, rates, rivals))
         print(line(figures[-1]), flush=True)
         if figures[-1].verdict == WRONG:
             print(f"    {figures[-1].problem}")
@@ -99,6 +100,23 @@ def _run(found: Sequence[Row], args: argparse.Namespace) -> int:
         text = json.dumps(report(about, rates, figures, hashes), indent=1, ensure_ascii=False)
         args.json.write_text(text + "\n", encoding="utf-8")
     return status(figures)
+
+
+def _figure(row: Row, place: Place, timer: Timer, rates: Rates, rivals: Rivals | None) -> Figure:
+    """What a row's kernel cannot do is its own failure: the other rows must still run."""
+    try:
+        return measure(row, place, timer, rates, rivals)
+    except GlintError as error:
+        return Figure(
+            op=row.op,
+            name=row.name,
+            microseconds=math.inf,
+            work=row.work,
+            limit=limit_of(row.work, rates),
+            goal=row.goal,
+            error=math.inf,
+            problem=f"raised {type(error).__name__}: {error}",
+        )
 
 
 def _rivals(timer: GraphTimer) -> Rivals:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance.bench.place import LIBRARY, Place
+from conformance.bench.place import Place
 from conformance.bench.row import Call, Rates, Row, Sample, limit_of
 from conformance.bench.table import Figure
 from conformance.bench.timing import COLD_BYTES, Timer
@@ -57,8 +57,8 @@ def measure(row: Row, place: Place, timer: Timer, rates: Rates, rivals: Rivals |
     time = timer.microseconds([launch.again for launch in launches] * passes) / (passes * len(calls))
     kernels = tuple(dict.fromkeys(launch.kernel for launch in launches))
     others = _times(calls, passes, timer, rivals and (lambda call: rivals(row.op, call.inputs)))
-    if kernels == (None,):
-        others[LIBRARY] = time  # the same launches: two runs of them would differ by chance alone
+    if None in kernels and row.peer in others:
+        others[row.peer] = time  # the same launches: two runs of them would differ by chance alone
     return Figure(
         op=row.op,
         name=row.name,

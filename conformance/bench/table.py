@@ -119,7 +119,7 @@ def _record(figure: Figure) -> dict[str, Any]:
     return {
         "op": figure.op,
         "case": figure.name,
-        "us": figure.microseconds,
+        "us": figure.microseconds if figure.microseconds < float("inf") else None,
         "bytes": figure.work.num_bytes,
         "flops": figure.work.flops,
         "limit_us": figure.limit,

@@ -14,6 +14,7 @@ import pytest
 
 from conformance.bench import __main__ as command
 from conformance.bench import measure as measuring
+from conformance.bench import place as place_module
 from conformance.bench import rows_attention, rows_linear, rows_sampling, rows_tokens, table
 from conformance.bench.measure import kernels_of_rows, measure, num_calls, num_passes
 from conformance.bench.place import Place
@@ -21,12 +22,18 @@ from conformance.bench.readme import ROOT, foreign_table, kernel_table, tables, 
 from conformance.bench.row import Goal, Rates, Row, Work, limit_of
 from conformance.bench.table import Figure
 from conformance.machines import MachineMissing
+from engine.errors import KernelError
 from engine.kernels.device import Instance
 from engine.kernels.notes import Notes
 from engine.ops import OpTable, cpu_ops
 
 RATES = Rates(read=4e12, copy=2e12, flops=5e14)
 ROWS = command.all_rows()
+
+
+@pytest.fixture(autouse=True)
+def _few_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place_module, "POOL", 5003)
 
 
 class Clock:
@@ -57,6 +64,7 @@ def small_rows() -> list[Row]:
         rows_attention.prefill_row(True, 70, 100.0, None),
         rows_linear.linear_row("qkv", 3, 96, 64),
         rows_linear.linear_row("lm_head", 3, 96, 64),
+        rows_linear.gated_row(3, 96, 64),
         *rows_sampling.rows(3, 1000),
         *rows_tokens.rows_of(5, 64, 96, 50, 4),
     ]
@@ -84,6 +92,12 @@ def cpu_place(ops: OpTable | None = None) -> Place:
         ("rope_kv_write", "tokens=1", (12288 + 512 + 4, 12288, 0)),
         ("qk_norm_rope_kv_write", "tokens=1", (12288 + 512 + 4 + 512, 12288, 0)),
         ("embedding", "tokens=64", (524288 + 256, 524288, 0)),
+        ("position_embedding", "tokens=64", (1048576 + 512, 524288, 0)),
+        ("add_layernorm", "tokens=64", (1048576 + 8192, 1048576, 0)),
+        ("act", "tokens=64", (1835008, 1835008, 0)),
+        ("kv_cache_write", "tokens=64", (262144 + 256, 262144, 0)),
+        ("logn_query", "tokens=64", (524288 + 256, 524288, 0)),
+        ("linear_gate_up_act", "gate_up-28672x4096-tokens=8", (234881024 + 65536, 229376, 1879048192)),
     ],
 )
 def test_bytes_and_flops(op: str, name: str, work: tuple[int, int, int]) -> None:
@@ -173,6 +187,8 @@ def test_a_wrong_answer(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     op = "logits" if "lm_head" in row.name else row.op
     if op == "sampling":
         ops = replace(good, sampling=bad_sampling)
+    elif op == "kv_cache_write":
+        ops = replace(good, kv_cache_write=lambda *args: None)
     else:
         function = getattr(good, op)
         ops = replace(good, **{op: lambda *args, **kwargs: off(function(*args, **kwargs))})
@@ -263,6 +279,23 @@ def silent_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "GraphTimer", lambda cupy: Clock())
     monkeypatch.setattr(command, "importlib", modules)
     monkeypatch.setattr(command, "all_rows", lambda: [row_named("rmsnorm", "tokens=1"), SMALL[2]])
+
+
+@pytest.mark.usefixtures("silent_gpu")
+def test_a_kernel_that_is_refused_is_a_failure_of_its_row_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(row: Row, *args: Any) -> Figure:
+        if row.op == "rmsnorm":
+            raise KernelError("rmsnorm: invalid argument")
+        return measure(row, *args)
+
+    monkeypatch.setattr(command, "measure", refused)
+    file = tmp_path / "bench.json"
+    assert command.main(["--json", str(file)]) == 1
+    assert "    raised KernelError: rmsnorm: invalid argument\n" in capsys.readouterr().out
+    first, second = json.loads(file.read_text("utf-8"))["rows"]
+    assert (first["us"], first["verdict"], second["us"]) == (None, "WRONG", 1.0)
 
 
 @pytest.mark.usefixtures("silent_gpu")

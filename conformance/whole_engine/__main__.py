@@ -10,7 +10,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from conformance.whole_engine.cases import CASES, TOLERANCES, Device
+from conformance.whole_engine import cases, goldens
+from conformance.whole_engine.cases import TOLERANCES, Device
 from engine.errors import GlintError
 
 
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.length or (2000 if is_cpu else 100_000),
     )
     failed = False
-    for name, case in CASES.items():
+    for name, case in (cases.CASES | goldens.CASES).items():
         if args.case not in name:
             continue
         started = time.perf_counter()

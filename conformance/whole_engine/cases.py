@@ -32,7 +32,7 @@ SIZES: Config = {
 SHARES = (0.01, 0.25, 0.5, 0.75, 0.99)
 NUM_OTHERS = (1, 7, 31, 63)
 REPEATS = 5
-BAD_ID = 999
+BAD_ID, BAD_WEIGHT = 999, np.nan  # a token whose embedding is nothing to compute with
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def bad_logits(device: Device) -> list[str]:
     wrong: list[str] = []
     config = llama_config(**SIZES, torch_dtype=device.dtype)
     tensors = llama_tensors(config, seed=0)
-    tensors["model.embed_tokens.weight"][BAD_ID] = np.nan
+    tensors["model.embed_tokens.weight"][BAD_ID] = BAD_WEIGHT
     tensors["lm_head.weight"][BAD_ID] = 0.0  # nobody says it
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_checkpoint(scratch, config, tensors)

@@ -31,7 +31,7 @@ COPIES = {  # num_copies, n_kv_heads, head_dim, block_size
     "smallest": (2, 1, 1, 1),
     "odd": (5, 3, 7, 3),
     "many": (40, 2, 24, 16),
-    "wider-than-a-block": (3, 8, 96, 32),
+    "wider-than-a-block": (3, 8, 96, 33),
     "wide-odd": (2, 7, 45, 33),
 }
 
@@ -116,11 +116,12 @@ def _copy_case(name: str, op: str, num_copies: int, n_kv_heads: int, head_dim: i
 
 
 def _copy_inputs(seed: int, num_copies: int, swaps: bool, **axes: int) -> Inputs:
-    """Blocks in random order, none both source and target; a third is neither. What lies in a target is NaN."""
+    """Blocks in random order, none both source and target; a third is neither. The last is a source: what lies behind
+    it is nobody's. What lies in a target is NaN."""
     rng = np.random.default_rng(seed)
     num_blocks = 3 * num_copies + 1
     shape = (axes["block_size"], axes["n_kv_heads"], axes["head_dim"])
-    blocks = rng.permutation(num_blocks).astype(np.int32)
+    blocks = np.concatenate([[np.int32(num_blocks - 1)], rng.permutation(num_blocks - 1).astype(np.int32)])
     inputs = {
         "k_cache": guarded(normal(rng, num_blocks, *shape), num_axes=1),
         "v_cache": guarded(normal(rng, num_blocks, *shape), num_axes=1),

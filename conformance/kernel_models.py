@@ -61,6 +61,13 @@ def cases() -> list[Case]:
     return [*found, _case("llama3", "whole", "bfloat16"), _case("mistral", "decode", "bfloat16")]
 
 
+def write_model(folder: str, name: str, weights: dict[str, NDArray[np.float32]]) -> Path:
+    """A model of MODELS as what --model takes."""
+    if name == "gguf":
+        return write_gguf(Path(folder, "model.gguf"), MODELS[name], weights)
+    return write_checkpoint(folder, MODELS[name], weights)
+
+
 def _case(name: str, chunking: str, storage: str) -> Case:
     case = Case(
         stem="llama",
@@ -115,11 +122,7 @@ def _candidate(
     **inputs: Any,
 ) -> Outputs:
     with tempfile.TemporaryDirectory() as folder:
-        if name == "gguf":
-            checkpoint = write_gguf(Path(folder, "model.gguf"), MODELS[name], weights)
-        else:
-            checkpoint = write_checkpoint(folder, MODELS[name], weights)
-        runner = make_runner(checkpoint, ops, prompts, store=LikeStore(like))
+        runner = make_runner(write_model(folder, name, weights), ops, prompts, store=LikeStore(like))
     found = run_chunks(runner, prompts, chunks)
     outputs = {f"logits{i}": logits for i, logits in enumerate(found)}
     return outputs | {f"token_ids{i}": np.argmax(logits, axis=-1) for i, logits in enumerate(found)}

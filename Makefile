@@ -6,6 +6,8 @@ define HELP
 make serve       start the OpenAI-compatible server; with no model named it serves a small one that it fetches once
 make test        all tests but the slow ones
 make test-full   the slow ones too
+make nightly     these, and hours of more: every fault made by rule, every kernel under ThreadSanitizer; the results
+                 are written into conformance/results
 make lint        ruff (rules, format) and mypy
 make format      put the code into ruff's format
 make clean       remove .venv, caches and build outputs; fetched models stay
@@ -23,7 +25,7 @@ endef
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-full lint format clean
+.PHONY: help serve test test-full nightly lint format clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -66,6 +68,15 @@ test: $(TEST_READY)
 
 test-full: $(TEST_READY)
 	@exec $(PY) -m pytest $(ARGS)
+
+# What fails stops nothing before the end: the night is long enough for the rest.
+RESULTS := conformance/results
+nightly: $(TEST_READY)
+	@failed=0; \
+	$(PY) -m pytest $(ARGS) || failed=1; \
+	$(PY) -m conformance --target host --quick --sanitizer thread --json $(RESULTS)/nightly-thread.json || failed=1; \
+	$(PY) -m tests.cuda.mutation --anew --quiet --json $(RESULTS)/nightly.json || failed=1; \
+	exit $$failed
 
 lint: $(TEST_READY)
 	$(PY) -m ruff check .

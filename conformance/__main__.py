@@ -3,7 +3,7 @@
 python -m conformance --target golden|cpu|host|gpu [--op STEM] [--case NAME] [--seed N] [--json FILE] [--junit FILE]
 python -m conformance --target host|gpu --list           what would run, and what has no kernel
 python -m conformance --target host [--schedule in_step|greedy|random] [--sanitizer address|thread] [--quick] …
-python -m conformance --target gpu [--portable] [--quick] …
+python -m conformance --target gpu [--arch sm_80] [--quick] …
 python -m conformance --op OP --impl FILE.cu:entry|FILE.py:function|module:function [--target cpu|host|gpu] …
 python -m conformance export DIR [--target host|gpu] [--op STEM] [--case NAME] [--seed N]   cases as files
 python -m conformance --results                         stored runs on GPUs, and which kernels changed since
@@ -29,7 +29,6 @@ from conformance.export import export
 from conformance.foreign import cases_of_function, cases_of_kernel, is_kernel, swapped_kernel, with_function
 from conformance.host import SCHEDULES
 from conformance.host_build import SANITIZERS, BuildError
-from conformance.host_device import Notes
 from conformance.implementation import ImplementationError
 from conformance.layers import compare_layers, prompt_for
 from conformance.machines import Machine, MachineMissing, gpu_machine, host_machine
@@ -48,6 +47,7 @@ from conformance.suite import (
     target_ops,
 )
 from engine.errors import ConfigError, GlintError
+from engine.kernels.notes import Notes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -125,7 +125,7 @@ def _machine(args: argparse.Namespace, chosen: Sequence[Case]) -> Machine:
     if args.target == "host":
         return host_machine(chosen, args.swap, schedule=args.schedule, seed=args.seed, sanitizer=args.sanitizer)
     if args.target == "gpu":
-        return gpu_machine(chosen, args.portable, args.swap)
+        return gpu_machine(chosen, args.arch, args.swap)
     return Machine(target_ops(args.target), NumpyMemory())
 
 
@@ -199,7 +199,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="a few cases of every op, each run once: for a sanitizer")
     parser.add_argument(
-        "--portable", action="store_true", help="of --target gpu: only kernels that every supported GPU can run"
+        "--arch", metavar="sm_80", help="of --target gpu: the kernels of this older kind of GPU, as it would run them"
     )
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="of --target host and gpu: the ops of this model, on its own sizes"

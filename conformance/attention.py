@@ -51,6 +51,8 @@ def _decode_cases() -> list[Case]:
         decode_case("splits-dim80", (200,), n_heads=2, n_kv_heads=2, head_dim=80, block_size=1),
         decode_case("splits-window-70", (260, 140), n_heads=2, n_kv_heads=1, block_size=16, window=70),
         decode_case("splits-window-1", (260, 1), n_heads=2, n_kv_heads=1, block_size=16, window=1),
+        decode_case("splits-first-wins", (300,), n_heads=4, n_kv_heads=1, block_size=16, top_token=0),
+        decode_case("splits-last-wins", (300,), n_heads=4, n_kv_heads=1, block_size=16, top_token=299),
         decode_case("dim10", MIXED, head_dim=10, skip=NO_SUCH_HEAD_DIM),
         decode_case("large-scores", MIXED, score_offset=100.0),
         decode_case("window-1", MIXED, window=1),
@@ -91,7 +93,7 @@ def _prefill_cases() -> list[Case]:
 
 def _axes(**changed: Any) -> dict[str, Any]:
     usual = {"n_heads": 6, "n_kv_heads": 2, "head_dim": 64, "block_size": 4, "window": None, "score_offset": 0.0}
-    return usual | changed
+    return usual | {"top_token": None} | changed
 
 
 def decode_case(name: str, seq_lens: Lens, skip: dict[str, str] | None = None, **changed: Any) -> Case:
@@ -134,9 +136,11 @@ def _inputs(
     block_size: int,
     window: int | None,
     score_offset: float,
+    top_token: int | None,
 ) -> Inputs:
     """q is spread by 3, so that a softmax has a few large weights. score_offset moves all scores up; at 100 exp of
-    one overflows, though the answer is the same."""
+    one overflows, though the answer is the same. top_token: the token of each sequence whose score alone is moved up,
+    by 200: where another is taken for the largest, exp of it overflows."""
     rng = np.random.default_rng(seed)
     num_tokens = len(seq_lens) if query_lens is None else sum(query_lens)
     inputs: Inputs = {
@@ -151,6 +155,10 @@ def _inputs(
         inputs["q"][..., -1] = score_offset**0.5
         inputs["k_cache"][..., -1] *= 0  # NaN stays
         inputs["k_cache"][..., -1] += score_offset**0.5 * head_dim**0.5
+    if top_token is not None:
+        inputs["q"][..., -1], inputs["k_cache"][..., -1] = 8.0, inputs["k_cache"][..., -1] * 0
+        blocks = inputs["block_table"][:, top_token // block_size]
+        inputs["k_cache"][blocks, top_token % block_size, :, -1] = 25.0 * head_dim**0.5
     if query_lens is not None:
         inputs["cu_seqlens_q"] = np.cumsum([0, *query_lens], dtype=np.int32)
     return inputs

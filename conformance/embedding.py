@@ -1,4 +1,4 @@
-"""Cases of the token embedding."""
+"""Cases of the token embedding, alone and with a learned vector for the position."""
 
 from __future__ import annotations
 
@@ -12,34 +12,55 @@ from conformance.case import HALVES, Case, Inputs, Kept, Outputs
 from conformance.inputs import guarded, normal
 from conformance.tolerance import EXACT
 from engine.ops import OpTable
-from ref.embedding import embedding
+from ref.embedding import embedding, position_embedding
 
 Array = NDArray[Any]
 
 
+SHAPES = {  # num_tokens, vocab_size, hidden_size
+    "none": (0, 50, 8),
+    "one": (1, 1, 1),
+    "odd": (37, 101, 33),
+    "wide": (5, 1000, 576),
+    "wider-than-a-block": (2, 3, 2056),
+}
+
+
 def cases() -> list[Case]:
-    shapes = {
-        "none": (0, 50, 8),
-        "one": (1, 1, 1),
-        "odd": (37, 101, 33),
-        "wide": (5, 1000, 576),
-        "wider-than-a-block": (2, 3, 2056),
-    }
-    return [
-        Case(
-            stem="embedding",
-            name=name,
-            axes=(axes := {"num_tokens": num_tokens, "vocab_size": vocab_size, "hidden_size": hidden_size}),
-            make_inputs=partial(_inputs, **axes),
-            reference=lambda token_ids, table, storage=None: {"out": embedding(token_ids, table)},
-            candidate=_candidate,
-            tolerance=EXACT,
-            disturb=_disturb,
-            storages=(*HALVES, "float32"),
-            skip={"cpu": "the CPU's op table holds ref.embedding itself"},
-        )
-        for name, (num_tokens, vocab_size, hidden_size) in shapes.items()
+    return [_case(name, *shape) for name, shape in SHAPES.items()] + [
+        _position_case(f"positions-{name}", *shape) for name, shape in SHAPES.items()
     ]
+
+
+def _case(name: str, num_tokens: int, vocab_size: int, hidden_size: int) -> Case:
+    axes = {"num_tokens": num_tokens, "vocab_size": vocab_size, "hidden_size": hidden_size}
+    return Case(
+        stem="embedding",
+        name=name,
+        axes=axes,
+        make_inputs=partial(_inputs, **axes),
+        reference=lambda token_ids, table, storage=None: {"out": embedding(token_ids, table)},
+        candidate=_candidate,
+        tolerance=EXACT,
+        disturb=_disturb,
+        storages=(*HALVES, "float32"),
+        skip={"cpu": "the CPU's op table holds ref.embedding itself"},
+    )
+
+
+def _position_case(name: str, num_tokens: int, vocab_size: int, hidden_size: int) -> Case:
+    axes = {"num_tokens": num_tokens, "vocab_size": vocab_size, "hidden_size": hidden_size}
+    return Case(
+        stem="embedding",
+        name=name,
+        axes=axes,
+        make_inputs=partial(_position_inputs, **axes),
+        reference=lambda storage=None, **inputs: {"out": position_embedding(**inputs)},
+        candidate=lambda ops, **inputs: {"out": ops.position_embedding(**inputs)},
+        disturb=_disturb_positions,
+        storages=(*HALVES, "float32"),
+        skip={"cpu": "the CPU's op table holds ref.embedding itself"},
+    )
 
 
 def _inputs(seed: int, num_tokens: int, vocab_size: int, hidden_size: int) -> Inputs:
@@ -62,3 +83,15 @@ def _disturb(inputs: Inputs, rng: np.random.Generator) -> Kept:
     table[others] = normal(rng, int(others.sum()), table.shape[1])
     token_ids[1:] = rng.integers(0, len(table), max(len(token_ids) - 1, 0))
     return {"out": slice(0, 1)}
+
+
+def _position_inputs(seed: int, **axes: int) -> Inputs:
+    """As many positions as token ids are possible, in an order of their own."""
+    inputs, more = _inputs(seed, **axes), _inputs(seed + 1, **axes)
+    return {**inputs, "positions": more["token_ids"][::-1].copy(), "position_table": more["table"]}
+
+
+def _disturb_positions(inputs: Inputs, rng: np.random.Generator) -> Kept:
+    """The same of both tables."""
+    _disturb({"token_ids": inputs["positions"], "table": inputs["position_table"]}, rng)
+    return _disturb(inputs, rng)

@@ -21,10 +21,10 @@ import numpy as np
 
 from conformance.case import Case
 from conformance.engine_run import namespace_of
-from conformance.host_device import Notes
 from conformance.implementation import ImplementationError, load_implementation
 from conformance.machines import Swap, dry_run, kernels_of
 from engine.kernels.device import Device, Instance
+from engine.kernels.notes import Notes
 from engine.ops import OpTable, cpu_ops
 from engine.weights import LinearWeight
 

@@ -1,7 +1,7 @@
 """This CPU as a device of engine.kernels: the very .cu files, built by g++ over the shim in cuda/host.
 
-What has to be built is found by a dry run: the wrappers are called on a device that launches nothing and takes notes.
-Then each .cu is built once, with all instances that a run needs.
+What has to be built is found by a dry run on engine.kernels.notes; then each .cu is built once, with all instances
+that a run needs.
 """
 
 from __future__ import annotations
@@ -18,44 +18,12 @@ from numpy.typing import NDArray
 from conformance.host import MAX_SHARED_BYTES, Library, Strided
 from conformance.host_build import CUDA
 from engine.kernels.device import NUM_COUNTERS, Argument, Dims, Instance
+from engine.kernels.notes import FEW_SMS
 
 Array = NDArray[Any]
 
-NUM_SMS = 4  # few, so that small sizes meet every choice that a wrapper makes by the number of blocks
 ORDERS = (("in_step", 0), ("greedy", 0), ("random", 1), ("random", 2))  # schedules and their seeds, in turn
 MAX_INSTANCES = 8  # of one build: a file with more is built in parts, so that all cores have work
-
-
-class Notes:
-    """A device that launches nothing, and knows afterwards what was to be launched."""
-
-    def __init__(
-        self, num_sms: int = NUM_SMS, max_shared_bytes: int = MAX_SHARED_BYTES, has_wgmma: bool = False
-    ) -> None:
-        self.num_sms, self.max_shared_bytes, self.has_wgmma = num_sms, max_shared_bytes, has_wgmma
-        self.counters = np.zeros(NUM_COUNTERS, np.uint32)
-        self.instances: dict[Instance, None] = {}  # in the order of their first launch
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        return np.zeros(shape, dtype)
-
-    def to_device(self, array: Array, out: Array) -> None:
-        out[...] = array
-
-    def to_host(self, array: Array) -> Array:
-        return np.array(array)
-
-    def start_copy(self, array: Array) -> Callable[[], Array]:
-        copy = np.array(array)
-        return lambda: copy
-
-    def launch(
-        self, instance: Instance, grid: Dims, block: Dims, arguments: Sequence[Argument], shared_bytes: int = 0
-    ) -> None:
-        self.instances[instance] = None
-
-    def matmul(self, x: Array, weight: Array, out: Array) -> None:
-        pass
 
 
 class HostDevice:
@@ -77,7 +45,7 @@ class HostDevice:
         seed: int = 0,
         sanitizer: str = "",
         folder: Path = CUDA,
-        num_sms: int = NUM_SMS,
+        num_sms: int = FEW_SMS,
     ) -> None:
         self.num_sms, self.max_shared_bytes = num_sms, MAX_SHARED_BYTES
         self.counters = np.zeros(NUM_COUNTERS, np.uint32)

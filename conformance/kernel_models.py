@@ -1,8 +1,8 @@
 """Whole models over the op table of kernels, in the storage type, against the plain models of ref in the same type.
 
-The golden families that the kernels serve, with heads of a size that has kernels: 64 to 128. All logits of the prompts,
-computed together in chunks of their own sizes, so that decoding and prefilling rows meet in a step; and the greedy id
-after each token.
+Every golden of a dense family, with heads of a size that has kernels (64 to 128, where those of conformance/golden have
+12 to 24), and one of them as a GGUF file. All logits of the prompts, computed together in chunks of their own sizes, so
+that decoding and prefilling rows meet in a step; and the greedy id after each token.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from conformance.case import Case, Inputs, Outputs
+from conformance.case import HALVES, Case, Inputs, Outputs
 from conformance.end_to_end import CHUNKS
 from conformance.engine_run import LikeStore, make_runner, run_chunks
+from conformance.gguf_models import write_gguf
 from conformance.golden_families import FAMILY_GOLDENS, family_tensors
 from conformance.golden_models import GOLDEN_SEED, GOLDENS, Config, llama_config, random_ids, write_checkpoint
 from conformance.tolerance import FACTOR
@@ -32,26 +34,38 @@ PROMPT_LENGTHS = (5, 21, 40)
 UNDECIDED = -1  # in place of a greedy id where two tokens are too close to tell
 _HIDDEN: Config = {"hidden_size": 256, "intermediate_size": 136}
 MODELS: dict[str, Config] = {
+    "llama2": llama_config(**GOLDENS["llama2"], head_dim=64),
     "llama3": llama_config(**GOLDENS["llama3"], head_dim=64),
+    "linear": llama_config(**GOLDENS["linear"], head_dim=64),
+    "dynamic": llama_config(**GOLDENS["dynamic"], head_dim=64),
     "mistral": llama_config(**{**GOLDENS["mistral"], "head_dim": 80}),
     "bias": llama_config(**GOLDENS["bias"], head_dim=96),
+    "gguf": llama_config(**{**GOLDENS["linear"], "rope_scaling": None, "hidden_size": 256}),
+    "qwen1": {**FAMILY_GOLDENS["qwen1"], **_HIDDEN, "seq_length": 16},  # the longer prompts are past it
     "qwen2": {**FAMILY_GOLDENS["qwen2"], **_HIDDEN},
+    "qwen2_yarn": {**FAMILY_GOLDENS["qwen2_yarn"], **_HIDDEN},
     "qwen2_window": {**FAMILY_GOLDENS["qwen2_window"], **_HIDDEN},
     "qwen3": {**FAMILY_GOLDENS["qwen3"], "head_dim": 128},
+    "qwen3_bias": {**FAMILY_GOLDENS["qwen3_bias"], "head_dim": 64},
     "command_r": {**FAMILY_GOLDENS["command_r"], **_HIDDEN},
     "command_r_plus": {**FAMILY_GOLDENS["command_r_plus"], **_HIDDEN},
     "minicpm": {**FAMILY_GOLDENS["minicpm"], **_HIDDEN},
     "cpm1": {**FAMILY_GOLDENS["cpm1"], "n_embd": 256},
 }
-IN_FLOAT16_TOO = ("llama3", "command_r_plus")
 LOGITS = tuple(f"logits{i}" for i in range(len(PROMPT_LENGTHS)))
 
 
 def cases() -> list[Case]:
-    """In their storage types already: bfloat16, and some in float16 too."""
-    found = [_case(name, "chunks", "bfloat16") for name in MODELS]
-    found += [_case(name, "chunks", "float16") for name in IN_FLOAT16_TOO]
+    """In their storage types already."""
+    found = [_case(name, "chunks", storage) for storage in HALVES for name in MODELS]
     return [*found, _case("llama3", "whole", "bfloat16"), _case("mistral", "decode", "bfloat16")]
+
+
+def write_model(folder: str, name: str, weights: dict[str, NDArray[np.float32]]) -> Path:
+    """A model of MODELS as what --model takes."""
+    if name == "gguf":
+        return write_gguf(Path(folder, "model.gguf"), MODELS[name], weights)
+    return write_checkpoint(folder, MODELS[name], weights)
 
 
 def _case(name: str, chunking: str, storage: str) -> Case:
@@ -61,7 +75,7 @@ def _case(name: str, chunking: str, storage: str) -> Case:
         axes={"golden": name, "chunks": CHUNKS[chunking]},
         make_inputs=lambda seed: _inputs(MODELS[name]),
         reference=partial(_reference, stored_as=storage),
-        candidate=lambda ops, **inputs: _candidate(ops, MODELS[name], CHUNKS[chunking], **inputs),
+        candidate=lambda ops, **inputs: _candidate(ops, name, CHUNKS[chunking], **inputs),
         storages=(storage,),
         wide=LOGITS,
         undecided=UNDECIDED,
@@ -100,7 +114,7 @@ def _reference(
 
 def _candidate(
     ops: OpTable,
-    config_json: Config,
+    name: str,
     chunks: Sequence[int],
     weights: dict[str, NDArray[np.float32]],
     prompts: list[list[int]],
@@ -108,8 +122,7 @@ def _candidate(
     **inputs: Any,
 ) -> Outputs:
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = write_checkpoint(folder, config_json, weights)
-        runner = make_runner(checkpoint, ops, prompts, store=LikeStore(like))
+        runner = make_runner(write_model(folder, name, weights), ops, prompts, store=LikeStore(like))
     found = run_chunks(runner, prompts, chunks)
     outputs = {f"logits{i}": logits for i, logits in enumerate(found)}
     return outputs | {f"token_ids{i}": np.argmax(logits, axis=-1) for i, logits in enumerate(found)}

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from conformance.case import HALVES, Case, Inputs, Kept, Outputs
 from conformance.inputs import guarded, normal
+from conformance.tolerance import MEAN_ROUNDED
 from engine.ops import OpTable
 from ref.layernorm import add_layernorm, layernorm
 
@@ -46,6 +47,7 @@ def make_case(name: str, shape: tuple[int, ...], bias: bool) -> Case:
         reference=_add_reference if fused else _reference,
         candidate=_add_candidate if fused else _candidate,
         changes=("residual",) if fused else (),
+        tolerance=MEAN_ROUNDED,
         disturb=_disturb,
         storages=(*HALVES, "float32"),
     )

@@ -18,12 +18,12 @@ import numpy as np
 
 from conformance.case import Case
 from conformance.check import is_floating, stored_dtype, stored_inputs
-from conformance.host import MAX_SHARED_BYTES
 from conformance.host_build import CUDA
-from conformance.host_device import HostDevice, Notes
+from conformance.host_device import HostDevice
 from conformance.memory import BorderedDevice, DeviceMemory, Memory, NumpyMemory, host_view
 from engine.checkpoint.starter import cache_dir
 from engine.kernels.device import Device, Instance
+from engine.kernels.notes import Notes
 from engine.kernels.sampling import ROW_THREADS, KernelSampling
 from engine.kernels.table import kernel_ops
 from engine.ops import OpTable, cpu_ops
@@ -45,7 +45,7 @@ class MachineMissing(Exception):
 class Machine:
     """Where cases run.
 
-    about: "gpu", "driver", "cuda", "cupy" as far as there are any; kernels: what was launched.
+    about: "gpu", "arch", "driver", "cuda", "cupy" as far as there are any; kernels: what was launched.
     """
 
     ops: OpTable
@@ -85,23 +85,21 @@ def host_machine(cases: Sequence[Case], swap: Swap | None = None, **options: Any
     return Machine(_ops(device, HOST_ROW_THREADS), memory, {}, kernels)
 
 
-def gpu_machine(cases: Sequence[Case], portable: bool = False, swap: Swap | None = None) -> Machine:
+def gpu_machine(cases: Sequence[Case], arch: str | None = None, swap: Swap | None = None) -> Machine:
     """The kernels on the GPU that CuPy calls the current one.
 
     Args:
-        portable: those that every supported GPU runs, with the shared memory that every one of them has.
+        arch: of an older GPU whose kernels are to be run; see engine.kernels.gpu.Gpu.
         swap: as of host_machine.
     Raises:
         MachineMissing: no CuPy, or no GPU that it can use.
-        KernelError: a kernel does not compile.
+        KernelError: a kernel does not compile, or the GPU is older than arch.
     """
-    cupy = _cupy()
+    cupy = find_cupy()
     compiler = importlib.import_module("engine.kernels.compile")
-    gpu = importlib.import_module("engine.kernels.gpu").Gpu(cache_dir() / "kernels")
-    if portable:
-        gpu.has_wgmma, gpu.max_shared_bytes = False, MAX_SHARED_BYTES
+    gpu = importlib.import_module("engine.kernels.gpu").Gpu(cache_dir() / "kernels", arch)
     kernels = kernels_of(cases, gpu, swap)
-    compiler.compile_all(list(kernels), gpu.arch, cache_dir() / "kernels")
+    gpu.prepare(kernels)
     device = BorderedDevice(gpu if swap is None else SwappedDevice(gpu, swap))
 
     def to_device(array: Any) -> Any:
@@ -114,21 +112,27 @@ def gpu_machine(cases: Sequence[Case], portable: bool = False, swap: Swap | None
     def view(whole: Any, shape: tuple[int, ...], dtype: Any, offset: int, strides: tuple[int, ...]) -> Any:
         return cupy.ndarray(shape, dtype, whole.data + offset, strides)
 
+    about = {**about_gpu(cupy, compiler), "arch": gpu.arch}
+    return Machine(_ops(device), DeviceMemory(device, to_device, to_host, view), about, kernels)
+
+
+def about_gpu(cupy: Any, compiler: Any) -> dict[str, str]:
+    """What ran there; compiler: engine.kernels.compile."""
     properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
-    about = {
+    return {
         "gpu": properties["name"].decode(),
         "driver": _driver_version() or f"CUDA {cupy.cuda.runtime.driverGetVersion()}",
-        "cuda": f"runtime {cupy.cuda.runtime.runtimeGetVersion()}, NVRTC {compiler.nvrtc.getVersion()}",
+        "cuda": f"runtime {cupy.cuda.runtime.runtimeGetVersion()}, NVRTC {compiler.nvrtc_version()}",
         "cupy": cupy.__version__,
     }
-    return Machine(_ops(device), DeviceMemory(device, to_device, to_host, view), about, kernels)
 
 
 def _ops(device: Device, row_threads: int = ROW_THREADS) -> OpTable:
     return kernel_ops(device, KernelSampling(device, MAX_ROWS, row_threads))
 
 
-def _cupy() -> Any:
+def find_cupy() -> Any:
+    """The module, where it finds a GPU. Raises MachineMissing."""
     try:
         cupy = importlib.import_module("cupy")
     except ImportError as error:

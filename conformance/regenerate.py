@@ -13,8 +13,9 @@ formats/<family>-<format>.npz holds the same of format_prompt, with the weights 
 logits, greedy, and of each layer's output the last tokens; and logits_format and greedy_format with 8-bit activations,
 where the format has them.
 
-starter.json holds, for each text of starter_prompts, the prompt's ids and greedy ids with the five best logprobs of
-each, from the starter model's GGUF file dequantized to float32.
+starter.json holds, for each text of starter.prompts, the prompt's ids and greedy ids with the five best logprobs of
+each, from the starter model's GGUF file dequantized to float32; and the logprobs of the same ids at the same places in
+bfloat16 (weights and arithmetic), which say how far that type alone leads from float32.
 
 manifest.json holds what made them: versions, seed, sha256 of the checkpoint and of the file.
 """
@@ -54,7 +55,7 @@ from conformance.golden_formats import (
 )
 from conformance.golden_models import GOLDEN_SEED, GOLDENS, Config, golden_model, golden_prompts
 from conformance.oracle_layers import layer_outputs
-from conformance.starter_prompts import STARTER_PROMPTS
+from conformance.starter.prompts import STARTER_PROMPTS
 from engine.checkpoint.starter import ensure_starter
 from ref.checkpoint import read_checkpoint
 from ref.numerics import relative_error
@@ -220,7 +221,19 @@ def starter_oracle() -> list[dict[str, Any]]:
                     break
         entries.append({"name": name, "prompt_ids": prompt_ids, "greedy_ids": ids[len(prompt_ids) :], "top5": top})
         print(name, len(prompt_ids), tokenizer.decode(ids[len(prompt_ids) :])[:60])
+    model.to(torch.bfloat16)
+    for entry in entries:
+        entry["top5_bfloat16"] = logprobs_along(model, entry)
     return entries
+
+
+def logprobs_along(model: Any, entry: dict[str, Any]) -> list[list[float]]:
+    """Of the ids of top5, where the text goes on as greedy_ids say."""
+    ids, start = entry["prompt_ids"] + entry["greedy_ids"], len(entry["prompt_ids"]) - 1
+    with torch.no_grad():
+        logits = model(torch.tensor([ids]), use_cache=False).logits[0, start:-1].float()
+    found = torch.log_softmax(logits, -1)
+    return [[round(float(row[i]), 6) for i, _ in best] for row, best in zip(found, entry["top5"], strict=True)]
 
 
 def regenerate_starter() -> dict[str, Any]:

@@ -54,14 +54,25 @@ def result_lines(folder: Path = RESULTS) -> list[str]:
     lines = []
     for path in sorted(folder.glob("*.json")):
         stored = json.loads(path.read_text("utf-8"))
-        statuses = [case["status"] for case in stored["cases"]]
-        changed = changed_kernels(stored)
-        since = f"changed since: {', '.join(changed)}" if changed else "no kernel has changed since"
-        lines.append(
-            f"{path.name}: {stored['gpu'] or stored['target']}, {stored['date']}, {statuses.count('ok')} passed, "
-            f"{statuses.count('FAIL')} failed; {since}"
-        )
+        parts = [f"{path.name}: {stored['gpu'] or stored['target']}, {stored['date']}, {_outcome(stored)}"]
+        if "kernels" in stored:
+            changed = changed_kernels(stored)
+            parts.append(f"changed since: {', '.join(changed)}" if changed else "no kernel has changed since")
+        lines.append("; ".join(parts))
     return lines
+
+
+def _outcome(stored: Mapping[str, Any]) -> str:
+    """Of a run of cases, of the benchmark (rows), or of kernels of others (runs)."""
+    if "rows" in stored:
+        verdicts = [row["verdict"] for row in stored["rows"]]
+        return ", ".join(f"{verdicts.count(name)} {name}" for name in ("met", "short", "BEHIND", "WRONG"))
+    if "runs" in stored:
+        passed, failed = sum(run["passed"] for run in stored["runs"]), sum(len(run["failed"]) for run in stored["runs"])
+    else:
+        statuses = [case["status"] for case in stored["cases"]]
+        passed, failed = statuses.count("ok"), statuses.count("FAIL")
+    return f"{passed} passed, {failed} failed"
 
 
 def changed_kernels(stored: Mapping[str, Any], folder: Path = CUDA) -> list[str]:

@@ -57,6 +57,7 @@ def cases() -> list[Case]:
     found += [_sample("all-one-token", "spread", 1, FILTERS["all"])]
     found += [_sample("all-large", "spread", 5003, FILTERS["all"], 4), _sample("plain-large", "spread", 5003, {}, 4)]
     found += [_sample("greedy", kind, 333, {"temperature": 0.0}) for kind in KINDS]
+    found += [_sample("greedy-large", "ties", 10001, {"temperature": 0.0}, 3)]
     found += [_logprobs(k, kind) for k in (0, 1, 20) for kind in KINDS[:2]] + [_logprobs(400, "spread")]
     found += [_penalties(name, *values) for name, values in PENALTIES.items()]
     return found + [_edits(kind) for kind in ("spread", "not-finite")]
@@ -245,7 +246,7 @@ EDITED_VOCAB = 203
 EDITED = {  # row → what it does; two rows of the batch do nothing
     0: SamplingParams(repetition_penalty=1.3, frequency_penalty=0.2, logit_bias={3: -100.0, 5: 2.5, 7: -1.0, 202: 9.0}),
     1: SamplingParams(logit_bias={0: -100.0, 1: 3.0}),
-    2: SamplingParams(allowed_token_ids=(0, 5, 31, 32, 33, 64, 201, 202), logit_bias={5: -100.0, 6: 50.0, 31: 1.0}),
+    2: SamplingParams(allowed_token_ids=(0, 31, 32, 33, 64, 201, 202), logit_bias={0: -100.0, 6: 50.0, 31: 1.0}),
     4: SamplingParams(allowed_token_ids=(202,), presence_penalty=0.5, bad_words_ids=((3,), (9, 10))),
     5: SamplingParams(allowed_token_ids=(4, 8), bad_words_ids=((4,), (8,))),
     6: SamplingParams(min_tokens=4, stop_token_ids=(11, 12), bad_words_ids=((8, 9, 13), (7, 9, 14))),

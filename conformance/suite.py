@@ -8,6 +8,8 @@ from conformance import (
     activation,
     attention,
     attention_biased,
+    attention_logn,
+    attention_needle,
     embedding,
     end_to_end,
     golden,
@@ -39,6 +41,8 @@ OPS = (
     rope,
     attention,
     attention_biased,
+    attention_logn,
+    attention_needle,
     sampling,
     rope_table,
 )  # files with cases of one stem

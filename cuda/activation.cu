@@ -15,12 +15,12 @@ __device__ __forceinline__ int piece() {
 
 template <typename T, Activation kActivation>
 __global__ void __launch_bounds__(1024) act(const T* x, T* y, int size, index_t x_stride) {
+  dependency_launch();
   dependency_wait();
   const index_t row = blockIdx.x;
   const int i = piece<T>();
   float values[kWidth<T>];
   load_row(x + row * x_stride, i, size, is_aligned(x + row * x_stride), values);
-  dependency_launch();
 #pragma unroll
   for (int j = 0; j < kWidth<T>; ++j) values[j] = activation<kActivation>(values[j]);
   store_row(y + row * size, i, size, is_aligned(y + row * size), values);
@@ -28,6 +28,7 @@ __global__ void __launch_bounds__(1024) act(const T* x, T* y, int size, index_t 
 
 template <typename T, Activation kActivation>
 __global__ void __launch_bounds__(1024) gate_up_act(const T* gate_up, T* y, int size, index_t gate_up_stride) {
+  dependency_launch();
   dependency_wait();
   const index_t row = blockIdx.x;
   const int i = piece<T>();
@@ -36,7 +37,6 @@ __global__ void __launch_bounds__(1024) gate_up_act(const T* gate_up, T* y, int 
   float gates[kWidth<T>], ups[kWidth<T>];
   load_row(gate, i, size, is_aligned(gate), gates);
   load_row(up, i, size, is_aligned(up), ups);
-  dependency_launch();
 #pragma unroll
   for (int j = 0; j < kWidth<T>; ++j) gates[j] = activation<kActivation>(gates[j]) * ups[j];
   store_row(y + row * size, i, size, is_aligned(y + row * size), gates);

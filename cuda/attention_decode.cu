@@ -1,16 +1,19 @@
-// op         attention_decode, attention_combine, defined by ref/attention.py
+// op         attention_decode, defined by ref/attention.py
 // maths      out[s, h] = Σ_t softmax_t(sm_scale · q[s, h] · k[t, h / n_rep]) · v[t, h / n_rep] over the sequence's tokens,
 //            the last `window` of them if window > 0
 // tensors    q, out [num_seqs, n_heads, head_dim] T, rows of q q_stride apart; k_cache, v_cache [num_blocks, block_size,
 //            n_kv_heads, head_dim] T; block_table [num_seqs, table_stride] int32, −1 = none; seq_lens [num_seqs] int32;
-//            with splits partial [num_seqs, n_heads, num_splits, head_dim] float32 and lse [.., num_splits] float32
+//            with splits partial [num_seqs, n_heads, num_splits, head_dim] float32, lse [.., num_splits] float32 and a
+//            counter for each block of a split, 0 before and after
 // a block    owns one sequence, one KV head, up to 16 of its query heads and one split of the tokens. Its warps take
-//            chunks of 16 tokens in turn, each with a ring of chunks of its own in shared memory, and add up at the end
+//            chunks of 16 tokens in turn, each with a ring of chunks of its own in shared memory, and add up at the end;
+//            of the splits the block that comes last adds up all
 // template   T bf16 or fp16; kHeadDim a multiple of 32 up to 256; kWarps; kStages chunks in a warp's ring
 // sums       float32; a running maximum a warp, chunk by chunk; warps in order, splits in order; p is rounded to T as
 //            the tensor cores take it
 // launcher   grid (num_splits, n_kv_heads · ⌈n_rep / 16⌉, num_seqs), block 32 · kWarps, shared memory
-//            kWarps · kStages · 64 · kHeadDim bytes; attention_combine: grid (n_heads, num_seqs), block kHeadDim
+//            kWarps · kStages · 64 · kHeadDim bytes and at least 64 · num_splits. Of what kernels that may still run write,
+//            only q and a sequence's newest token are read: lengths, the table and older tokens were there before
 #include "ptx.cuh"
 #include "reduce.cuh"
 #include "vec.cuh"
@@ -31,10 +34,11 @@ __device__ __forceinline__ unsigned pack2(float low, float high, fp16) { return 
 
 template <typename T, int kHeadDim, int kWarps, int kStages>
 __global__ void __launch_bounds__(32 * kWarps)
-    attention_decode(const T* __restrict__ q, const T* __restrict__ k_cache, const T* __restrict__ v_cache,
-                     const int* __restrict__ block_table, const int* __restrict__ seq_lens, T* __restrict__ out,
-                     float* __restrict__ partial, float* __restrict__ lse, int q_stride, int table_stride,
-                     int block_size, int n_heads, int n_kv_heads, int window, float sm_scale) {
+    attention_decode(const T* q, const T* k_cache, const T* v_cache, const int* __restrict__ block_table,
+                     const int* __restrict__ seq_lens, T* out, float* partial, float* lse, unsigned* counters,
+                     int q_stride, int table_stride, int block_size, int n_heads, int n_kv_heads, int window,
+                     float sm_scale) {
+  dependency_launch();
   constexpr int kSteps = kHeadDim / 16, kUnits = kHeadDim / 8, kTile = kChunk * kHeadDim;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, pair = lane % 4;
   const int n_rep = n_heads / n_kv_heads, groups = (n_rep + 15) / 16;
@@ -43,14 +47,14 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int seq = blockIdx.z, num_splits = gridDim.x;
   T* const ring = dynamic_shared<T>() + warp * kStages * 2 * kTile;  // [kStages][k, v][kChunk][kHeadDim]
 
-  dependency_wait();
   const int seq_len = seq_lens[seq], first_token = window > 0 ? max(0, seq_len - window) : 0;
   const int first_chunk = first_token / kChunk, num_chunks = (seq_len + kChunk - 1) / kChunk - first_chunk;
   const int a_split = (num_chunks + num_splits - 1) / num_splits;
   const int begin = first_chunk + blockIdx.x * a_split, end = min(begin + a_split, first_chunk + num_chunks);
+  const int newest = (seq_len - 1) / kChunk;  // has a token that the kernel before stores
 
   // Each lane knows the slot of one token of a chunk and brings 16 bytes of every second token.
-  auto load = [&](int chunk, int stage) {
+  const auto copy = [&](int chunk, int stage) {
     const int token = chunk * kChunk + lane % kChunk;
     const bool known = chunk < end && token < seq_len;
     const int block = known ? block_table[static_cast<index_t>(seq) * table_stride + token / block_size] : 0;
@@ -64,10 +68,21 @@ __global__ void __launch_bounds__(32 * kWarps)
       cp_async(k_tile + place<kHeadDim>(row, unit), k_cache + from, place_of_row >= 0);
       cp_async(k_tile + kTile + place<kHeadDim>(row, unit), v_cache + from, place_of_row >= 0);
     }
-    cp_async_commit();
   };
 #pragma unroll
-  for (int stage = 0; stage < kStages - 1; ++stage) load(begin + warp + stage * kWarps, stage);
+  for (int stage = 0; stage < kStages - 1; ++stage) {
+    const int chunk = begin + warp + stage * kWarps;
+    if (chunk != newest) copy(chunk, stage);
+    cp_async_commit();
+  }
+  dependency_wait();
+#pragma unroll
+  for (int stage = 0; stage < kStages - 1; ++stage)
+    if (begin + warp + stage * kWarps == newest) {
+      copy(newest, stage);
+      cp_async_commit();
+      cp_async_wait<0>();  // it is the warp's last one
+    }
 
   unsigned q_rows[kSteps][4];  // heads group and group + 8
 #pragma unroll
@@ -83,7 +98,8 @@ __global__ void __launch_bounds__(32 * kWarps)
   const float scale = sm_scale * kLog2e;
   int stage = 0;
   for (int chunk = begin + warp; chunk < end; chunk += kWarps) {
-    load(chunk + (kStages - 1) * kWarps, (stage + kStages - 1) % kStages);
+    copy(chunk + (kStages - 1) * kWarps, (stage + kStages - 1) % kStages);
+    cp_async_commit();
     cp_async_wait<kStages - 1>();
     __syncwarp();
     const T* const k_tile = ring + stage * 2 * kTile;
@@ -141,7 +157,6 @@ __global__ void __launch_bounds__(32 * kWarps)
     __syncwarp();  // all lanes are done with this chunk before it is overwritten
   }
   cp_async_wait<0>();
-  dependency_launch();
 
   // The warps' results meet in shared memory, [kWarps][16][kHeadDim], in place of the rings.
   __shared__ float tops[kWarps][16], totals[kWarps][16];
@@ -179,22 +194,38 @@ __global__ void __launch_bounds__(32 * kWarps)
       if (at == 0) lse[row * num_splits + blockIdx.x] = weight > 0.0f ? top + log2f(weight) : -kInfinity;
     }
   }
-}
+  if (num_splits == 1) return;
 
-// out = Σ_split 2^(lse[split] − max) · partial[split] / Σ_split 2^(lse[split] − max)
-template <typename T, int kHeadDim>
-__global__ void attention_combine(const float* __restrict__ partial, const float* __restrict__ lse,
-                                  T* __restrict__ out, int n_heads, int num_splits) {
-  dependency_wait();
-  dependency_launch();
-  const index_t row = static_cast<index_t>(blockIdx.y) * n_heads + blockIdx.x;
-  float top = -kInfinity, sum = 0.0f, weight = 0.0f;
-  for (int split = 0; split < num_splits; ++split) top = fmaxf(top, lse[row * num_splits + split]);
-  const float base = top == -kInfinity ? 0.0f : top;
-  for (int split = 0; split < num_splits; ++split) {
-    const float share = exp2f(lse[row * num_splits + split] - base);
-    sum += share * partial[(row * num_splits + split) * kHeadDim + threadIdx.x];
-    weight += share;
+  // out = Σ_split 2^(lse[split] − max) · partial[split] / Σ_split 2^(lse[split] − max), by the last block of a sequence.
+  __shared__ int is_last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0)  // the last one brings the counter back to 0
+    is_last = atomicInc(counters + seq * gridDim.y + blockIdx.y, num_splits - 1) == static_cast<unsigned>(num_splits - 1);
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  const index_t first_row = static_cast<index_t>(seq) * n_heads + first_head;
+  for (int i = threadIdx.x; i < num_heads * num_splits; i += 32 * kWarps) all[i] = __ldcg(lse + first_row * num_splits + i);
+  __syncthreads();
+  for (int i = threadIdx.x; i < num_heads * kHeadDim / 4; i += 32 * kWarps) {
+    const int head = i / (kHeadDim / 4), at = i % (kHeadDim / 4) * 4;
+    const float* const exponents = all + head * num_splits;
+    const float4* const parts =
+        reinterpret_cast<const float4*>(partial + (first_row + head) * num_splits * kHeadDim + at);
+    float top = -kInfinity, weight = 0.0f;
+    for (int split = 0; split < num_splits; ++split) top = fmaxf(top, exponents[split]);
+    const float base = top == -kInfinity ? 0.0f : top;
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 8
+    for (int split = 0; split < num_splits; ++split) {
+      const float share = exp2f(exponents[split] - base);
+      const float4 part = __ldcg(parts + split * (kHeadDim / 4));
+      sum.x += share * part.x, sum.y += share * part.y, sum.z += share * part.z, sum.w += share * part.w;
+      weight += share;
+    }
+    const float scale = weight > 0.0f ? 1.0f / weight : 0.0f;
+    unsigned* const target = reinterpret_cast<unsigned*>(out + (first_row + head) * kHeadDim + at);
+    target[0] = pack2(sum.x * scale, sum.y * scale, T{}), target[1] = pack2(sum.z * scale, sum.w * scale, T{});
   }
-  out[row * kHeadDim + threadIdx.x] = from_float<T>(weight > 0.0f ? sum / weight : 0.0f);
 }

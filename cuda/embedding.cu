@@ -1,15 +1,18 @@
-// Token ids to vectors. ref.embedding: embedding.
-// y[t] = table[token_ids[t]]
-// token_ids [num_tokens] int32; table [vocab_size, hidden_size] T with a stride between rows; y [num_tokens, hidden_size] T.
+// Token ids to vectors, alone or with a learned vector for the position. ref.embedding: embedding, position_embedding.
+// y[t] = table[token_ids[t]]  ( + position_table[positions[t]] )
+// token_ids, positions [num_tokens] int32; table [vocab_size, hidden_size] T with a stride between rows; position_table
+//   [num_positions, hidden_size] T, likewise; y [num_tokens, hidden_size] T.
 // A block owns a piece of a row of y, and a thread 16 bytes of it.
 // T: bf16, fp16, float.
-// A copy: nothing is computed or rounded. An id outside the table gives a row of NaN, which the check of the logits
-//   finds. The launcher: grid = (num_tokens, ⌈hidden_size / (threads · kWidth<T>)⌉), any block.
+// A copy: nothing is computed or rounded; with positions a sum in float32 that is rounded once. An id outside its table
+//   gives a row of NaN, which the check of the logits finds.
+// The launcher: grid = (num_tokens, ⌈hidden_size / (threads · kWidth<T>)⌉), any block.
 #include "vec.cuh"
 
 template <typename T>
 __global__ void __launch_bounds__(1024)
     embedding(const int* token_ids, const T* table, T* y, int vocab_size, int hidden_size, index_t table_stride) {
+  dependency_launch();
   dependency_wait();
   const int id = token_ids[blockIdx.x];
   const int i = (static_cast<int>(blockIdx.y * blockDim.x) + static_cast<int>(threadIdx.x)) * kWidth<T>;
@@ -22,5 +25,30 @@ __global__ void __launch_bounds__(1024)
     for (int j = i; j < hidden_size && j < i + kWidth<T>; ++j)
       to[j] = is_known ? from[j] : from_float<T>(__uint_as_float(0x7fc00000u));
   }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(1024)
+    position_embedding(const int* token_ids, const int* positions, const T* table, const T* position_table, T* y,
+                       int vocab_size, int num_positions, int hidden_size, index_t table_stride,
+                       index_t position_stride) {
   dependency_launch();
+  dependency_wait();
+  const int id = token_ids[blockIdx.x], position = positions[blockIdx.x];
+  const int i = (static_cast<int>(blockIdx.y * blockDim.x) + static_cast<int>(threadIdx.x)) * kWidth<T>;
+  if (i >= hidden_size) return;
+  T* to = y + static_cast<index_t>(blockIdx.x) * hidden_size;
+  float sum[kWidth<T>], place[kWidth<T>];
+  if (id >= 0 && id < vocab_size && position >= 0 && position < num_positions) {
+    const T* word = table + static_cast<index_t>(id) * table_stride;
+    const T* learned = position_table + static_cast<index_t>(position) * position_stride;
+    load_row<T>(word, i, hidden_size, is_aligned(word), sum);
+    load_row<T>(learned, i, hidden_size, is_aligned(learned), place);
+#pragma unroll
+    for (int j = 0; j < kWidth<T>; ++j) sum[j] += place[j];
+  } else {
+#pragma unroll
+    for (int j = 0; j < kWidth<T>; ++j) sum[j] = __uint_as_float(0x7fc00000u);
+  }
+  store_row<T>(to, i, hidden_size, is_aligned(to), sum);
 }

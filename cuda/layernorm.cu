@@ -40,6 +40,7 @@ __device__ __forceinline__ void norm_row(Row<T, kRounds>& x, const Row<T, kRound
 template <typename T, int kRounds>
 __global__ void __launch_bounds__(512) layernorm(const T* x, const T* weight, const T* bias, T* y, int num_weights,
                                                   int size, index_t x_stride, float eps) {
+  dependency_launch();
   Row<T, kRounds> values, weights, biases;
   const index_t first_weight = static_cast<index_t>(blockIdx.x % static_cast<unsigned>(num_weights)) * size;
   load_rounds<T, kRounds>(weight + first_weight, size, weights);
@@ -47,7 +48,6 @@ __global__ void __launch_bounds__(512) layernorm(const T* x, const T* weight, co
   dependency_wait();
   const index_t row = blockIdx.x;
   load_rounds<T, kRounds>(x + row * x_stride, size, values);
-  dependency_launch();
   norm_row<T, kRounds>(values, weights, biases, y + row * size, size, eps);
 }
 
@@ -56,6 +56,7 @@ template <typename T, int kRounds>
 __global__ void __launch_bounds__(512)
     add_layernorm(const T* x, const T* residual, const T* weight, const T* bias, T* y, T* new_residual, int size,
                   index_t x_stride, index_t residual_stride, index_t new_residual_stride, float eps) {
+  dependency_launch();
   Row<T, kRounds> values, weights, biases;
   load_rounds<T, kRounds>(weight, size, weights);
   load_rounds<T, kRounds>(bias, size, biases);
@@ -63,6 +64,5 @@ __global__ void __launch_bounds__(512)
   const index_t row = blockIdx.x;
   load_rounds<T, kRounds>(x + row * x_stride, size, values);
   add_residual<T, kRounds>(values, residual + row * residual_stride, new_residual + row * new_residual_stride, size);
-  dependency_launch();
   norm_row<T, kRounds>(values, weights, biases, y + row * size, size, eps);
 }

@@ -28,7 +28,8 @@ __device__ __forceinline__ int place(int row, int piece) { return row * kRowByte
 template <typename T, typename Y, Activation kActivation, int kTokens, int kGroups, int kStages>
 __global__ void __launch_bounds__(128 * kGroups)
     linear_tiles_sm90(const T* x, const T* __restrict__ weight, const T* __restrict__ bias, Y* y, float* partials,
-                      unsigned* counters, int num_tokens, int out_features, int in_features, index_t x_stride) {
+                      unsigned* counters, int num_tokens, int out_features, int in_features, index_t x_stride,
+                      int prefetch) {
   constexpr int kThreads = 128 * kGroups, kRows = kGroupRows * kGroups;
   constexpr int kStageBytes = (kTokens + kRows) * kRowBytes;  // the rows of the weight, then the tokens
   constexpr int kLineRows = kThreads / kStepPieces;           // rows that the block copies at once
@@ -75,6 +76,9 @@ __global__ void __launch_bounds__(128 * kGroups)
 #pragma unroll
   for (int stage = 0; stage < kStages - 2; ++stage)
     if (begin + stage < end) copy_weight(begin + stage);
+  const int known = (begin + kStages - 2) * kStep, more = min(prefetch, min(in_features, end * kStep) - known);
+  if (threadIdx.x < kRows && more > 0 && out_of(threadIdx.x) < size)
+    prefetch_l2(weight + row_of(threadIdx.x) * in_features + known, more * static_cast<int>(sizeof(T)));
   dependency_wait();
 #pragma unroll
   for (int stage = 0; stage < kStages - 2; ++stage)

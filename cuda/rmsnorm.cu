@@ -28,12 +28,12 @@ __device__ __forceinline__ void norm_row(Row<T, kRounds>& x, const Row<T, kRound
 template <typename T, int kRounds>
 __global__ void __launch_bounds__(512)
     rmsnorm(const T* x, const T* weight, T* y, int size, index_t x_stride, float eps) {
+  dependency_launch();
   Row<T, kRounds> values, weights;
   load_rounds<T, kRounds>(weight, size, weights);
   dependency_wait();
   const index_t row = blockIdx.x;
   load_rounds<T, kRounds>(x + row * x_stride, size, values);
-  dependency_launch();
   norm_row<T, kRounds>(values, weights, y + row * size, size, eps);
 }
 
@@ -42,12 +42,12 @@ template <typename T, int kRounds>
 __global__ void __launch_bounds__(512)
     add_rmsnorm(const T* x, const T* residual, const T* weight, T* y, T* new_residual, int size, index_t x_stride,
                 index_t residual_stride, index_t new_residual_stride, float eps) {
+  dependency_launch();
   Row<T, kRounds> values, weights;
   load_rounds<T, kRounds>(weight, size, weights);
   dependency_wait();
   const index_t row = blockIdx.x;
   load_rounds<T, kRounds>(x + row * x_stride, size, values);
   add_residual<T, kRounds>(values, residual + row * residual_stride, new_residual + row * new_residual_stride, size);
-  dependency_launch();
   norm_row<T, kRounds>(values, weights, y + row * size, size, eps);
 }

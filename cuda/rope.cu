@@ -104,6 +104,7 @@ __device__ __forceinline__ void token(const T* q, const T* k, const T* v, const 
                                       int n_heads, int n_kv_heads, int head_dim, int rotary_dim, Strides q_strides,
                                       Strides k_strides, Strides v_strides, Strides q_out_strides,
                                       index_t q_weight_stride, index_t k_weight_stride, float eps) {
+  dependency_launch();
   dependency_wait();
   const index_t t = blockIdx.x;
   int head = static_cast<int>((blockIdx.y * blockDim.x + threadIdx.x) / kLanes);
@@ -121,7 +122,6 @@ __device__ __forceinline__ void token(const T* q, const T* k, const T* v, const 
   }
   head_of_token<T, kInterleaved, kLanes, kNorm>(from, to, weight, cos_sin + t * rotary_dim, head_dim, rotary_dim,
                                                 has_head, is_value, eps);
-  dependency_launch();
 }
 
 template <typename T, bool kInterleaved, int kLanes>

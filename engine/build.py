@@ -19,7 +19,7 @@ from engine.config import EngineConfig, ModelConfig, StepLimits
 from engine.errors import ConfigError, KernelError
 from engine.faults import Faults
 from engine.loop import Engine
-from engine.memory import MemoryPlan
+from engine.memory_plan import MemoryPlan
 from engine.model_config.read import summary
 from engine.models.model import Model
 from engine.models.registry import ARCHITECTURES
@@ -118,7 +118,6 @@ def _no_gpu(model_config: ModelConfig) -> str:
         "latent attention": model_config.mla is not None,
         "mixture of experts": model_config.moe is not None,
         "prompts read both ways": model_config.prefix_lm is not None,
-        "rope of kind ntk_alpha": model_config.rope.kind == "ntk_alpha",
     }
     return ", ".join(f"there are no kernels for {name} yet" for name, has in lacks.items() if has)
 
@@ -152,7 +151,8 @@ def _assemble(
         eos_token_ids=model.config.eos_token_ids,
         soft_prompt_ids=soft_prompt_ids,
     )
-    return Engine(scheduler, runner, request_limits, config.seed, faults, backend.overlaps)
+    late_allocations = backend.num_late_allocations
+    return Engine(scheduler, runner, request_limits, config.seed, faults, backend.overlaps, late_allocations)
 
 
 def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:

@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
+CudaArch = Literal["auto", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
+CUDA_ARCHES = get_args(CudaArch)
 RopeKind = Literal["none", "default", "linear", "dynamic", "ntk_alpha", "llama3", "yarn", "longrope"]
 
 
@@ -99,7 +101,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what each piece adds to the residual
     logit_scale: float = 1.0
-    logn_length: int = 0  # queries are scaled by ref.attention.logn_scale of this length; 0: they are not
+    logn_length: int = 0  # queries are scaled by ref.attention.logn_query with this length; 0: they are not
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
     prefix_lm: PrefixLmConfig | None = None
@@ -140,6 +142,7 @@ class EngineConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     device: Literal["auto", "cuda", "cpu"] = "auto"
+    cuda_arch: CudaArch = "auto"  # auto: the GPU's own
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     seed: int = 0
@@ -147,6 +150,7 @@ class EngineConfig:
     block_size: int = 16
     num_gpu_blocks_override: int | None = None  # the KV pool in blocks; None: sized from memory
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory; means nothing on a CPU
+    reserve_memory_mb: int = 512  # of a GPU's memory, left to others whatever that share is; means nothing on a CPU
     max_num_seqs: int | None = None  # None: 64 on a CPU, 256 on a GPU
     max_num_batched_tokens: int | None = None  # the token budget of a step; None: 512 on a CPU, 8192 on a GPU
     max_waiting: int = 2048  # requests in the queue before 429
@@ -169,7 +173,7 @@ class EngineConfig:
         found: list[tuple[str, str]] = []
         for name, low, high in _INT_RANGES:
             found += _int_problem(name, getattr(self, name), low, high)
-        for name in ("device", "dtype", "load_format"):
+        for name in ("device", "cuda_arch", "dtype", "load_format"):
             choices = get_args(get_type_hints(EngineConfig)[name])
             if getattr(self, name) not in choices:
                 found.append((name, f"is {getattr(self, name)!r}; it must be one of {', '.join(choices)}"))
@@ -206,6 +210,7 @@ _INT_RANGES: tuple[tuple[str, int, int], ...] = (  # the upper ends keep a slip 
     ("max_model_len", 2, 2**28),
     ("block_size", 1, 1024),
     ("num_gpu_blocks_override", 1, 2**24),
+    ("reserve_memory_mb", 0, 2**24),
     ("max_num_seqs", 1, 2**16),
     ("max_num_batched_tokens", 1, 2**24),
     ("max_waiting", 1, 2**31 - 1),

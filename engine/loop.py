@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,12 +54,14 @@ class Engine:
         seed: int = 0,
         faults: Faults | None = None,
         overlap: bool = False,
+        late_allocations: Callable[[], int] = lambda: 0,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.limits = limits
         self._faults = faults
         self._overlap = overlap
+        self._late_allocations = late_allocations
         self._in_flight: InFlight | None = None
         self._num_informed = 0  # live sequences whose next step needs their tokens on the host
         self._random = np.random.default_rng(seed)
@@ -326,6 +328,7 @@ class Engine:
             generated_tokens=self._generated_tokens,
             bad_rows=self._bad_rows,
             failed_steps=self._failed_steps,
+            late_allocations=self._late_allocations(),
             steps=self._steps,
             step_seconds=self._step_seconds,
         )

@@ -1,12 +1,11 @@
-"""Plans memory before anything is allocated, so that the largest legal step is known to fit."""
+"""Plans the memory of a CPU before anything is allocated, so that the largest legal step is known to fit."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from engine.config import EngineConfig, ModelConfig, StepLimits
 from engine.cpu.attention import DECODE_TILE, QUERY_TILE
 from engine.errors import ConfigError
+from engine.memory_plan import ALWAYS, KV_CACHE, STEP, WEIGHTS, WORKSPACE, Buffer, MemoryPlan
 from engine.models.model import Model
 from engine.runner import PROMPT_LOGPROB_ROWS
 from engine.system import available_memory
@@ -16,37 +15,6 @@ ROPE_BYTES = 24  # per position and dimension, while RopeTable makes its angles,
 ROUTER_ROW = 8  # numbers for an expert and row while choices are made: scores, their order, and what is left out
 KV_SHARE = 0.4  # of the memory that is left, if nothing is said
 KV_LIMIT = 4 << 30  # bytes; a CPU does not serve more contexts than this holds
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """Bytes by use. workspace is the largest step's temporary arrays, as an upper estimate."""
-
-    weights: int
-    kv_pool: int
-    workspace: int
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-
-    @property
-    def num_kv_tokens(self) -> int:
-        return self.num_blocks * self.block_size
-
-    def table(self) -> str:
-        """The plan for people."""
-        whole = self.num_kv_tokens / self.max_model_len
-        rows = (
-            ("weights", f"{self.weights / 1e6:,.0f} MB", ""),
-            (
-                "KV pool",
-                f"{self.kv_pool / 1e6:,.0f} MB",
-                f"{self.num_kv_tokens:,} tokens in {self.num_blocks:,} blocks",
-            ),
-            ("workspace", f"{self.workspace / 1e6:,.0f} MB", "at most, in the largest step"),
-            ("concurrency", f"{whole:.1f}", f"sequences of {self.max_model_len:,} tokens at once"),
-        )
-        return "\n".join(f"  {name:<12} {size:>10}  {note}".rstrip() for name, size, note in rows)
 
 
 def plan_memory(
@@ -90,7 +58,13 @@ def plan_memory(
             f"--num-gpu-blocks-override {num_blocks}: these blocks take {num_blocks * block_bytes / 1e6:,.0f} MB, and "
             f"{free / 1e6:,.0f} MB are free; use at most {free // block_bytes}"
         )
-    return MemoryPlan(weight_bytes, num_blocks * block_bytes, workspace, num_blocks, config.block_size, max_model_len)
+    buffers = (
+        Buffer(WEIGHTS, weight_bytes, ALWAYS, "host"),
+        Buffer("rope table", FLOAT32 * model.config.rotary_dim * max_model_len, ALWAYS, "host"),
+        Buffer(WORKSPACE, workspace, STEP, "host", "at most, in the largest one"),
+        Buffer(KV_CACHE, num_blocks * block_bytes, ALWAYS, "host"),
+    )
+    return MemoryPlan(buffers, num_blocks, config.block_size, max_model_len)
 
 
 def _workspace(config: EngineConfig, limits: StepLimits, model: Model, max_model_len: int) -> dict[str, int]:

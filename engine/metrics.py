@@ -33,6 +33,7 @@ _COUNTERS = (
     ("generation_tokens", "Tokens generated", "generated_tokens"),
     ("bad_logits_rows", "Rows of logits that were not numbers", "bad_rows"),
     ("failed_steps", "Steps that raised", "failed_steps"),
+    ("late_allocations", "Times that GPU memory was allocated while serving", "late_allocations"),
     ("engine_steps", "Steps computed", "steps"),
     ("engine_step_seconds", "Seconds spent in steps", "step_seconds"),
 )

@@ -19,8 +19,9 @@ from engine.logit_edits import LogitEdits
 from engine.weights import LinearWeight
 from ref import embedding, moe_routing
 from ref.activation import act
-from ref.attention import logn_scale
+from ref.attention import logn_query
 from ref.attention_biased import attention_biased
+from ref.kv_cache import kv_cache_copy, kv_cache_swap
 
 Array = Any
 Numbers = NDArray[Any]  # of the host
@@ -60,13 +61,17 @@ class OpTable:
     """Functions on arrays of one target. Shapes are in the ref function of the same name."""
 
     embedding: Callable[[Array, Array], Array]  # (token_ids, table)
+    position_embedding: Callable[[Array, Array, Array, Array], Array]  # (token_ids, positions, table, position_table)
     linear: Callable[[Array, LinearWeight], Array]  # (x, weight)
+    linear_gate_up_act: Callable[..., Array]  # (x, weight, activation): gate_up_act of linear
     logits: Callable[[Array, LinearWeight], Array]  # linear, in float32 whatever the type of x
     rmsnorm: Callable[[Array, Array, float], Array]  # (x, weight, eps)
     add_rmsnorm: Callable[[Array, Array, Array, float], tuple[Array, Array]]  # (x, residual, weight, eps)
     layernorm: Callable[[Array, Array, Array | None, float], Array]  # (x, weight, bias, eps)
     add_layernorm: Callable[..., tuple[Array, Array]]  # (x, residual, weight, bias, eps)
     kv_cache_write: Callable[[Array, Array, Array, Array, Array], None]  # (k, v, slot_mapping, k_cache, v_cache)
+    kv_cache_copy: Callable[[Array, Array, Array, Array], None]  # (k_cache, v_cache, src_blocks, dst_blocks)
+    kv_cache_swap: Callable[..., None]  # (k_cache, v_cache, k_other, v_other, src_blocks, dst_blocks)
     rope_kv_write: Callable[..., Array]  # (q, k, v, cos_sin, slot_mapping, k_cache, v_cache, interleaved=…)
     qk_norm_rope_kv_write: Callable[..., Array]  # (q, k, v, q_weight, k_weight, eps, cos_sin, …)
     attention_decode: Callable[..., Array]  # (q, k_cache, v_cache, block_table, seq_lens, sm_scale, window)
@@ -78,7 +83,7 @@ class OpTable:
     mla_prefill: Callable[..., Array]  # (…, block_table, cu_seqlens_q, seq_lens, sm_scale)
     mla_split_kv_b: Callable[[LinearWeight, int, int], LinearWeight]  # (kv_b_proj, n_heads, qk_nope_head_dim)
     attention_biased: Callable[..., Array]  # (…, seq_lens, prefix_lens, sm_scale, bias_table, num_soft, max_distance)
-    logn_scale: Callable[[Array, int], Array]  # (positions, length)
+    logn_query: Callable[[Array, Array, int], Array]  # (q, positions, length)
     act: Callable[[Array, str], Array]  # (x, activation)
     gate_up_act: Callable[..., Array]  # (gate_up, activation)
     moe_route: Callable[..., tuple[Array, Array]]  # (router_logits, top_k, scoring=…, bias=…, …)
@@ -93,13 +98,17 @@ def cpu_ops(num_threads: int = 1) -> OpTable:
     team = Team(num_threads)
     return OpTable(
         embedding=embedding.embedding,
+        position_embedding=embedding.position_embedding,
         linear=partial(linear.linear, team=team),
+        linear_gate_up_act=partial(linear.linear_gate_up_act, team=team),
         logits=partial(linear.logits, team=team),
         rmsnorm=rmsnorm.rmsnorm,
         add_rmsnorm=rmsnorm.add_rmsnorm,
         layernorm=layernorm.layernorm,
         add_layernorm=layernorm.add_layernorm,
         kv_cache_write=kv_cache.kv_cache_write,
+        kv_cache_copy=kv_cache_copy,
+        kv_cache_swap=kv_cache_swap,
         rope_kv_write=rope.rope_kv_write,
         qk_norm_rope_kv_write=rope.qk_norm_rope_kv_write,
         attention_decode=attention.attention_decode,
@@ -109,7 +118,7 @@ def cpu_ops(num_threads: int = 1) -> OpTable:
         mla_prefill=partial(mla.mla_prefill, team=team),
         mla_split_kv_b=mla.mla_split_kv_b,
         attention_biased=attention_biased,
-        logn_scale=logn_scale,
+        logn_query=logn_query,
         act=act,
         gate_up_act=activation.gate_up_act,
         moe_route=moe_routing.moe_route,

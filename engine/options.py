@@ -68,7 +68,13 @@ OPTIONS = (
     Option("api_key", texts, "keys of which a client must send one; without any, everybody may ask", metavar="KEY"),
     Option("allowed_origins", texts, "origins of web pages that may call the server (CORS); none", metavar="ORIGIN"),
     Option("chat_template", text, "a Jinja chat template or the file of one, in place of the model's"),
-    Option("device", text, "where the model runs; cuda is refused for now", metavar="auto|cuda|cpu"),
+    Option("device", text, "where the model runs; auto: on a GPU if one can run it", metavar="auto|cuda|cpu"),
+    Option(
+        "cuda_arch",
+        text,
+        "the kernels of an older kind of GPU, as it would run them; by default those of the GPU that is there",
+        metavar="auto|sm_80|sm_86|sm_89|sm_90|sm_100|sm_120",
+    ),
     Option(
         "dtype",
         text,
@@ -81,6 +87,11 @@ OPTIONS = (
     Option("block_size", integer, "tokens in a block of the KV cache"),
     Option("num_gpu_blocks_override", integer, "blocks in the KV cache, on a CPU too; sized from memory by default"),
     Option("gpu_memory_utilization", number, "share of a GPU's memory to use; on a CPU it has no effect"),
+    Option(
+        "reserve_memory_mb",
+        integer,
+        "GPU memory in MB that is left free at least, for other programs, whatever --gpu-memory-utilization is",
+    ),
     Option("max_num_seqs", integer, "sequences that run at the same time; by default 64 on a CPU, 256 on a GPU"),
     Option(
         "max_num_batched_tokens",
@@ -115,7 +126,6 @@ OPTIONS = (
         served=("auto",),
         instead="the cache has the type of activations",
     ),
-    Option("reserve_memory_mb", integer, "GPU memory to leave free", served=(0,), instead="no GPU memory is used"),
     Option("split", text, "how uneven cards share the model", instead="the model runs on one rank"),
     Option("allreduce", text, "how ranks add up", served=("auto",), instead="one rank has nothing to add up"),
     Option("dual_stream", text, "overlap of sums and compute", served=("auto", "off"), instead="it needs ranks"),

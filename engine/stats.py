@@ -22,4 +22,5 @@ class EngineStats:
     bad_rows: int = 0
     failed_steps: int = 0
     steps: int = 0
+    late_allocations: int = 0  # of GPU memory, since the engine is ready
     step_seconds: float = 0.0  # spent in steps

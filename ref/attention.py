@@ -62,6 +62,22 @@ def logn_scale(positions: Ints, length: int) -> NDArray[np.float64]:
     return scale
 
 
+def logn_query(q: Array, positions: Ints, length: int) -> Array:
+    """Each query times the logn_scale of its position.
+
+    Args:
+        q: [num_tokens, n_heads, head_dim].
+        positions: [num_tokens], from 0.
+        length: see logn_scale.
+    Returns:
+        [num_tokens, n_heads, head_dim], dtype of q.
+
+    Numerics: one rounding, of the product.
+    """
+    scaled: Array = q * logn_scale(positions, length)[:, None, None].astype(q.dtype)
+    return scaled
+
+
 def first_visible(position: int, window: int | None) -> int:
     """Position of the oldest key that the query at `position` sees."""
     return 0 if window is None else max(0, position - window + 1)

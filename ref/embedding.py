@@ -33,3 +33,33 @@ def embedding(token_ids: NDArray[np.integer[Any]], table: Array) -> Array:
     if outside.size:
         raise ValueError(f"token id {outside[0]} is outside the vocabulary: ids are 0 to {vocab_size - 1}")
     return table[token_ids.astype(np.int64)]
+
+
+def position_embedding(
+    token_ids: NDArray[np.integer[Any]],
+    positions: NDArray[np.integer[Any]],
+    table: Array,
+    position_table: Array,
+) -> Array:
+    """out[t] = table[token_ids[t]] + position_table[positions[t]]: positions that were learned.
+
+    Source: Gehring et al. 2017, "Convolutional Sequence to Sequence Learning"; Radford et al. 2018 (GPT).
+
+    Args:
+        token_ids: [num_tokens], integers from 0 to vocab_size − 1.
+        positions: [num_tokens], from 0 to the last that was learned.
+        table: [vocab_size, hidden_size].
+        position_table: [num_positions, hidden_size].
+    Returns:
+        [num_tokens, hidden_size], dtype of table.
+    Raises:
+        ValueError: an id or a position outside its table.
+
+    Numerics: one rounding, of the sum.
+    """
+    positions = np.asarray(positions)
+    num_positions = len(position_table)
+    outside = positions[(positions < 0) | (positions >= num_positions)]
+    if outside.size:
+        raise ValueError(f"position {outside[0]} has no vector: they were learned for 0 to {num_positions - 1}")
+    return embedding(token_ids, table) + embedding(positions, position_table)

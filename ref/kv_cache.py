@@ -69,8 +69,33 @@ def kv_cache_copy(k_cache: Array, v_cache: Array, src_blocks: Ints, dst_blocks: 
     Args:
         k_cache, v_cache: [num_blocks, block_size, n_kv_heads, head_dim], changed in place.
         src_blocks, dst_blocks: [num_copies]; no block twice in dst_blocks.
+    Raises:
+        IndexError: a block that is not there.
 
-    Edge cases: all sources are read before anything is written, so a block may be both source and target.
+    Edge cases: a block that is both source and target is the caller's mistake, as copies have no order; here all
+    sources are read before anything is written.
     """
-    k_cache[np.asarray(dst_blocks, np.int64)] = k_cache[np.asarray(src_blocks, np.int64)]
-    v_cache[np.asarray(dst_blocks, np.int64)] = v_cache[np.asarray(src_blocks, np.int64)]
+    kv_cache_swap(k_cache, v_cache, k_cache, v_cache, src_blocks, dst_blocks)
+
+
+def kv_cache_swap(
+    k_cache: Array, v_cache: Array, k_other: Array, v_other: Array, src_blocks: Ints, dst_blocks: Ints
+) -> None:
+    """Copies whole blocks to another cache: block src_blocks[i] over block dst_blocks[i] of the other.
+
+    Used to keep what a preempted sequence has computed in the host's memory; with the caches given the other way
+    round it brings it back.
+
+    Args:
+        k_cache, v_cache: [num_blocks, block_size, n_kv_heads, head_dim].
+        k_other, v_other: [any number of blocks, block_size, n_kv_heads, head_dim], of the same dtype, changed in place.
+        src_blocks, dst_blocks: [num_copies]; no block twice in dst_blocks.
+    Raises:
+        IndexError: a block that is not there.
+    """
+    for blocks, cache in ((src_blocks, k_cache), (dst_blocks, k_other)):
+        outside = [block for block in np.asarray(blocks).tolist() if not 0 <= block < len(cache)]
+        if outside:
+            raise IndexError(f"block {outside[0]} is outside a cache of {len(cache)} blocks")
+    for cache, other in ((k_cache, k_other), (v_cache, v_other)):
+        other[np.asarray(dst_blocks, np.int64)] = cache[np.asarray(src_blocks, np.int64)]

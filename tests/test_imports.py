@@ -17,7 +17,7 @@ PACKAGES = ("ref", "engine", "server", "conformance")
 # a module of it has a line of its own.
 LAYERS = (
     ("engine", "engine.errors", "engine.system", "engine.log"),
-    ("engine.sampling_params",),
+    ("engine.sampling_params", "engine.memory_plan"),
     ("engine.api", "engine.config", "engine.weights", "engine.env", "engine.stats", "engine.messages"),
     ("engine.sequence", "engine.blocks", "engine.batch", "engine.scheduler", "engine.faults", "engine.prefix_lm"),
     ("engine.logit_edits",),
@@ -37,7 +37,16 @@ LAYERS = (
     ("engine.kv_cache", "engine.models.model", "engine.comm"),
     ("engine.models", "engine.checkpoint"),
     ("engine.forward",),
-    ("engine.sampler", "engine.runner", "engine.memory", "engine.kernels.forward", "engine.kernels.store"),
+    (
+        "engine.sampler",
+        "engine.runner",
+        "engine.memory",
+        "engine.gpu_memory",
+        "engine.kernels.forward",
+        "engine.kernels.graphs",
+        "engine.kernels.store",
+        "engine.kernels.dry_run",
+    ),
     ("engine.backends",),
     ("engine.admission",),
     ("engine.loop",),
@@ -62,7 +71,7 @@ NOT_AT_RUN_TIME = ("torch", "transformers", "jax")
 KERNELS = "engine.kernels"
 GPU = (  # these alone import cupy
     "engine.backends.cuda",
-    *(f"{KERNELS}.{name}" for name in ("gpu", "compile", "cublas", "forward", "store")),
+    *(f"{KERNELS}.{name}" for name in ("gpu", "compile", "cublas", "forward", "graphs", "pools", "store")),
 )
 OWN_MODULES = {  # third-party packages that are kept behind a few modules
     "tokenizers": {"engine.tokenizer", "engine.gguf_tokenizer", "ref.__main__"},

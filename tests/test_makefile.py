@@ -125,6 +125,16 @@ def test_tests_get_the_test_extra_and_arguments(checkout: Checkout, target: str,
     assert checkout.calls("-m pytest") == [command]
 
 
+def test_nightly_does_all_even_if_something_fails(checkout: Checkout) -> None:
+    commands = ["-m pytest", "-m conformance --target host", "-m tests.cuda.mutation"]
+    assert checkout.make("nightly").returncode == 0
+    assert [[call.startswith(c) for c in commands].index(True) for call in checkout.calls("-m")[-3:]] == [0, 1, 2]
+    checkout.program("python3", PYTHON.replace('"-m pip', '"-m pytest"*) exit 1 ;;\n  "-m pip'))
+    shutil.rmtree(checkout.root / ".venv")
+    assert checkout.make("nightly").returncode != 0
+    assert [[call.startswith(c) for c in commands].index(True) for call in checkout.calls("-m")[-3:]] == [0, 1, 2]
+
+
 def test_lint_runs_ruff_twice_and_mypy(checkout: Checkout) -> None:
     checkout.make("lint")
     assert checkout.calls("-m ruff") == ["-m ruff check .", "-m ruff format --check ."]

@@ -37,7 +37,12 @@ __device__ __forceinline__ uint4 load16_stream(const void* p) {
   return x;
 }
 
-__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+// Asks L2 for `bytes`, a positive multiple of 16 as the address is. Nothing before sm_90.
+__device__ __forceinline__ void prefetch_l2(const void* p, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+#endif
+}
 
 // Asynchronous copy of kBytes (4, 8 or 16) from global to shared memory; where not `valid`, zeros and no read.
 template <int kBytes = 16>

@@ -9,7 +9,7 @@ from engine.comm.communicator import OneRank
 from engine.config import EngineConfig, StepLimits
 from engine.forward import Forward
 from engine.kv_cache import KVCache
-from engine.memory import MemoryPlan
+from engine.memory_plan import MemoryPlan
 from engine.models.model import Model
 from engine.ops import OpTable
 from engine.rope_table import RopeTable
@@ -47,4 +47,8 @@ class Backend(Protocol):
 
     def warm_up(self, runner: ModelRunner) -> None:
         """Everything that only a first step needs is done here, before anybody waits for it."""
+        ...
+
+    def num_late_allocations(self) -> int:
+        """How often memory of the machine has been allocated since warm_up."""
         ...

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import cupy
 import ml_dtypes
 import numpy as np
 
-from engine.api import SamplingParams
 from engine.batch import StepPlan
 from engine.checkpoint.loader import load_weights
 from engine.checkpoint.source import ModelSource
@@ -14,13 +17,18 @@ from engine.comm.communicator import OneRank
 from engine.config import EngineConfig, ModelConfig, StepLimits
 from engine.errors import ConfigError, KernelError
 from engine.forward import Forward
-from engine.kernels.forward import GpuForward, graph_sizes
+from engine.gpu_memory import GpuRoom, graph_buffer, mismatch, plan_gpu_memory
+from engine.kernels.dry_run import SAMPLINGS, run_dry
+from engine.kernels.forward import GpuForward, graph_sizes, piece_sizes
 from engine.kernels.gpu import Gpu
+from engine.kernels.graphs import Recorder
+from engine.kernels.notes import Notes
+from engine.kernels.pools import Pools
 from engine.kernels.sampling import KernelSampling
-from engine.kernels.store import GpuStore
+from engine.kernels.store import NUM_STAGING, STAGING_BYTES, GpuStore
 from engine.kernels.table import kernel_ops
 from engine.kv_cache import KVCache, make_kv_cache
-from engine.memory import MemoryPlan
+from engine.memory_plan import ALWAYS, LOADING, STEP, WEIGHTS, WORKSPACE, Buffer, MemoryPlan
 from engine.models.model import Model
 from engine.rope_table import RopeTable
 from engine.runner import PROMPT_LOGPROB_ROWS, ModelRunner
@@ -29,11 +37,10 @@ from engine.weights import WeightMap, Weights
 
 LIMITS = StepLimits(max_num_seqs=256, max_num_batched_tokens=8192)  # unless the user says others
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
-WARM_UPS = (  # that together need every kernel of the sampler
-    SamplingParams(temperature=0.0),
-    SamplingParams(top_p=0.9, top_k=10, presence_penalty=0.5, logit_bias={0: 1.0}, logprobs=2),
-)
-RESERVE_BYTES = 1 << 30  # for graphs, modules and what others take of the same GPU
+SLACK = 1.125  # of the piece that steps work in: what one leaves behind may lie between the arrays of the next
+GONE = "another program has taken memory meanwhile, or --gpu-memory-utilization is too high"
+
+logger = logging.getLogger(__name__)
 
 
 class CudaBackend:
@@ -47,20 +54,26 @@ class CudaBackend:
             )
         self._dtype = DTYPES.get(name, DTYPES["bfloat16"])
         cache = cache_dir() / "kernels"
-        self._gpu = Gpu(cache)
+        self._pools = Pools()
+        self._gpu = Gpu(cache, None if config.cuda_arch == "auto" else config.cuda_arch)
+        self._notes = Notes(self._gpu.num_sms, self._gpu.max_shared_bytes, self._gpu.has_wgmma)
+        run_dry(model_config, self._dtype, config.step_limits(LIMITS), self._notes)
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._stream.use()
         self.limits = LIMITS
         self.overlaps = True
         num_rows = max(config.step_limits(LIMITS).max_num_seqs, PROMPT_LOGPROB_ROWS)
-        self.ops = kernel_ops(self._gpu, KernelSampling(self._gpu, num_rows))
+        self._sampling = KernelSampling(self._gpu, num_rows)
+        self._recorder = Recorder(kernel_ops(self._gpu, self._sampling))
+        self.ops = self._recorder.ops
         properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
+        self._name = properties["name"].decode()
         self.description = (
-            f"device cuda: {properties['name'].decode()} ({self._gpu.arch}, {properties['totalGlobalMem'] / 1e9:,.0f} "
-            f"GB), {self._dtype}"
+            f"device cuda: {self._name} ({self._gpu.arch}, {properties['totalGlobalMem'] / 1e9:,.0f} GB), {self._dtype}"
         )
 
     def load(self, source: ModelSource, weight_map: WeightMap, config: EngineConfig, progress: bool) -> Weights:
+        self._gpu.prepare(self._notes.instances, progress)
         store = GpuStore(self._dtype)
         weights = load_weights(
             source, weight_map, store, seed=config.seed, progress=progress, load_format=config.load_format
@@ -71,54 +84,78 @@ class CudaBackend:
     def plan_memory(
         self, config: EngineConfig, limits: StepLimits, model: Model, weights: Weights, num_positions: int
     ) -> MemoryPlan:
-        """The pool gets what is left of gpu_memory_utilization after the largest step has been run once."""
-        block_size = config.block_size
-        block_bytes = sum(spec.bytes_per_block(block_size, self._dtype.itemsize) for spec in model.cache_specs)
-        pool = cupy.get_default_memory_pool()
-        before = pool.total_bytes()
-        trial = MemoryPlan(weights.num_bytes, block_bytes, 0, 1, block_size, num_positions)
-        forward = self._forward(limits, model, OneRank(self.ops), self.make_cache(model, trial), num_positions)
-        hidden = forward.try_prompt(limits.max_num_batched_tokens)
-        model.logits(hidden[: max(limits.max_num_seqs, PROMPT_LOGPROB_ROWS)])
-        self._stream.synchronize()
-        workspace = pool.total_bytes() - before
-        del forward, hidden
+        """The KV cache gets what the largest step, which is tried, and all else leave of the GPU."""
+        pools, geometry = self._pools, model.config
+        pools.trim()
+        one_block = make_kv_cache(model.cache_specs, 1, config.block_size, self._dtype, cupy.zeros)
+        forward = self._forward(limits, model, OneRank(self.ops), one_block, num_positions)
+        before = pools.num_bytes
+        with _room_for(f"a step of --max-num-batched-tokens {limits.max_num_batched_tokens}", "set that lower"):
+            self._try_largest_step(forward, model, limits)
         free, total = cupy.cuda.Device().mem_info
-        room = int(total * config.gpu_memory_utilization) - (total - free) - RESERVE_BYTES
-        num_blocks = config.num_gpu_blocks_override
-        if num_blocks is None:
-            num_blocks = min(limits.max_num_seqs * -(-num_positions // block_size), room // block_bytes)
-        if num_blocks < 1 or num_blocks * block_bytes > free - RESERVE_BYTES // 2:
-            raise ConfigError(
-                f"no memory is left for the KV cache: {free / 1e9:,.1f} of {total / 1e9:,.1f} GB are free, of which "
-                f"--gpu-memory-utilization {config.gpu_memory_utilization} leaves {max(room, 0) / 1e9:,.1f}, and a "
-                f"block of {block_size} tokens takes {block_bytes / 1e6:,.1f} MB; use a smaller model, a smaller "
-                "--max-num-batched-tokens, or more of the GPU"
-            )
-        return MemoryPlan(weights.num_bytes, num_blocks * block_bytes, workspace, num_blocks, block_size, num_positions)
+        tried = pools.num_bytes - before
+        sizes = piece_sizes(limits.max_num_batched_tokens), graph_sizes(limits.max_num_seqs)
+        hidden_bytes = geometry.hidden_size * self._dtype.itemsize
+        buffers = (
+            Buffer("CUDA, code, other programs", total - free - pools.num_bytes, ALWAYS, note="as found"),
+            Buffer(WEIGHTS, weights.num_bytes, ALWAYS),
+            *forward.buffers(),
+            *self._sampling.buffers(),
+            *self._gpu.buffers(),
+            graph_buffer(tried, limits, *sizes, geometry.n_layers, hidden_bytes),
+            Buffer(WORKSPACE, int(SLACK * tried), STEP, note="one piece, for the largest step as tried"),
+            Buffer("staging of weights", NUM_STAGING * STAGING_BYTES, LOADING, "host", "in turn"),
+            *pools.buffers(),
+        )
+        del forward
+        pools.trim()
+        block_bytes = sum(spec.bytes_per_block(config.block_size, self._dtype.itemsize) for spec in model.cache_specs)
+        num_caches = sum(len(spec.layers) * (2 if spec.kind == "full" else 1) for spec in model.cache_specs)
+        room = GpuRoom(self._name, total, buffers, num_caches, block_bytes)
+        self._plan = plan_gpu_memory(config, limits, room, num_positions)
+        return self._plan
+
+    def _try_largest_step(self, forward: GpuForward, model: Model, limits: StepLimits) -> None:
+        """Its arrays, its logits, and the copy of these that penalties with logprobs ask for."""
+        hidden = forward.try_prompt(limits.max_num_batched_tokens)
+        logits = model.logits(hidden[: max(limits.max_num_seqs, PROMPT_LOGPROB_ROWS)])
+        cupy.empty_like(logits)
+        self._stream.synchronize()
 
     def make_cache(self, model: Model, plan: MemoryPlan) -> KVCache:
-        return make_kv_cache(model.cache_specs, plan.num_blocks, plan.block_size, self._dtype, cupy.zeros)
+        with _room_for("the KV cache", GONE):
+            return make_kv_cache(model.cache_specs, plan.num_blocks, plan.block_size, self._dtype, cupy.zeros)
 
     def make_forward(
         self, limits: StepLimits, model: Model, comm: OneRank, cache: KVCache, rope: RopeTable, num_positions: int
     ) -> Forward:
         forward = self._forward(limits, model, comm, cache, num_positions, rope)
-        for num_tokens in (*range(1, 33), *range(40, 257, 8)):  # a linear layer's kernel goes by the number of rows
-            if num_tokens <= limits.max_num_batched_tokens:
-                model.logits(forward.try_prompt(num_tokens))
-        forward.capture(graph_sizes(limits.max_num_seqs))
+        with _room_for("CUDA graphs", GONE):
+            for num_tokens in (*range(1, 33), *range(40, 257, 8)):  # a linear layer's kernel goes by the number of rows
+                if num_tokens <= limits.max_num_batched_tokens:
+                    model.logits(forward.try_prompt(num_tokens))
+            forward.capture(graph_sizes(limits.max_num_seqs), piece_sizes(limits.max_num_batched_tokens))
         return forward
 
     def warm_up(self, runner: ModelRunner) -> None:
         """Runs every kind of step once, in block 0, which holds nothing yet; then nothing more may be compiled."""
         vocab_size = runner.model.config.vocab_size
-        for sampling in WARM_UPS:
+        for sampling in SAMPLINGS:
             runner.sampler.add(0, sampling, seed=0, prompt_ids=(0, 1), eos_token_ids=())
             for num_tokens in (1, 2, min(32, runner.cache.block_size)):
                 runner.step(_first_step(num_tokens, vocab_size))
             runner.release(0)
         self._gpu.seal()
+        with _room_for("what steps work in", GONE):
+            self._pools.settle(self._plan.workspace)
+        free, total = cupy.cuda.Device().mem_info
+        planned = self._plan.bytes_on("GPU")
+        logger.info("GPU memory: %.0f MB planned, %.0f MB in use", planned / 1e6, (total - free) / 1e6)
+        if problem := mismatch(self._plan, total - free):
+            logger.warning("%s", problem)
+
+    def num_late_allocations(self) -> int:
+        return self._pools.num_late
 
     def _forward(
         self,
@@ -131,9 +168,19 @@ class CudaBackend:
     ) -> GpuForward:
         table = rope or RopeTable(model.config.rope, model.config.rotary_dim, num_positions)
         width = -(-num_positions // cache.block_size)
-        return GpuForward(
-            model, comm, cache, table, self._gpu, limits.max_num_batched_tokens, limits.max_num_seqs, width
-        )
+        return GpuForward(model, comm, cache, table, self._gpu, self._recorder, limits, width)
+
+
+@contextmanager
+def _room_for(what: str, advice: str) -> Iterator[None]:
+    """Says what the GPU had no room for."""
+    try:
+        yield
+    except cupy.cuda.memory.OutOfMemoryError as error:
+        free, total = cupy.cuda.Device().mem_info
+        raise ConfigError(
+            f"the GPU has no room for {what}: {free / 1e6:,.0f} of its {total / 1e6:,.0f} MB are free; {advice}"
+        ) from error
 
 
 def _first_step(num_tokens: int, vocab_size: int) -> StepPlan:

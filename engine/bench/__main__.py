@@ -1,4 +1,4 @@
-"""`python -m engine.bench offline | bookkeeping | streaming | serve`; each with --help."""
+"""`python -m engine.bench offline | bookkeeping | streaming | serve | soak`; each with --help."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from engine.bench import bookkeeping, load, offline, shapes, streaming
-from engine.config import EngineConfig
+from engine.bench import bookkeeping, load, offline, shapes, soak, streaming
+from engine.config import CUDA_ARCHES, EngineConfig
 from engine.errors import GlintError
 from engine.log import set_up_logging
 
@@ -20,6 +20,9 @@ def main(argv: list[str]) -> int:
     _add_bookkeeping(commands)
     streaming.add_arguments(commands.add_parser("streaming", help="what streaming clients cost the engine's steps"))
     load.add_arguments(commands.add_parser("serve", help="load on a running server: TTFT, TPOT, throughput"))
+    soak.add_arguments(
+        commands.add_parser("soak", help="a crowd on a running server: right answers, nothing left behind")
+    )
     arguments = parser.parse_args(argv)
     set_up_logging("bench", "WARNING")
     try:
@@ -37,6 +40,18 @@ def _add_offline(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--model-shape",
         choices=shapes.SHAPES,
         help="in place of a model: its shapes with random weights on the GPU, beside limit and peer",
+    )
+    parser.add_argument(
+        "--arch", choices=CUDA_ARCHES, default="auto", help="with --model-shape: the kernels of an older kind of GPU"
+    )
+    parser.add_argument(
+        "--cold-start", action="store_true", help="with --model-shape: start once with all caches empty too"
+    )
+    parser.add_argument(
+        "--only",
+        type=_names,
+        default=(),
+        help='with --model-shape: only these figures, by name or the first word of it, such as "prefill,decode 1"',
     )
     parser.add_argument("--batches", type=_numbers, default=(1, 8), help="decode batch sizes, such as 1,8")
     parser.add_argument("--prefills", type=_numbers, default=(512,), help="prompt lengths")
@@ -77,7 +92,7 @@ def _run_offline(arguments: argparse.Namespace) -> int | None:
 
 def _run_shape(arguments: argparse.Namespace) -> int:
     """1 where a figure is behind the peer."""
-    about, figures = shapes.measure(arguments.model_shape)
+    about, figures = shapes.measure(arguments.model_shape, arguments.arch, arguments.cold_start, arguments.only)
     if arguments.json != "-":
         print(shapes.table(about, figures))
     _write(arguments.json, shapes.as_json(about, figures))
@@ -104,6 +119,10 @@ def _run_bookkeeping(arguments: argparse.Namespace) -> None:
         f"{result.num_seqs} sequences: median {result.median_ms:.2f} ms a step, "
         f"95th percentile {result.p95_ms:.2f}, lowest {result.min_ms:.2f}"
     )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,11 +16,12 @@ from engine.errors import RequestFailedError
 
 @dataclass(slots=True)
 class Reply:
-    """What came back and when, in seconds of the monotonic clock. chunk_times has one entry a data event."""
+    """What came back and when, in seconds of the monotonic clock."""
 
     started: float
     status: int = 0
-    chunk_times: list[float] = field(default_factory=list)
+    chunk_times: list[float] = field(default_factory=list)  # of each data event of a stream
+    chunks: list[bytes] = field(default_factory=list)  # the JSON of these events
     body: bytes = b""  # of an answer that is not a stream
     usage: Mapping[str, Any] = field(default_factory=dict)
 
@@ -34,6 +36,15 @@ async def get(url: str, path: str) -> bytes:
     if reply.status != 200:
         raise RequestFailedError(f"{url}{path} answered {reply.status}: {reply.body[:200]!r}")
     return reply.body
+
+
+async def metrics(url: str) -> dict[str, float]:
+    """The server's own numbers by their names, labels included, without the prefix glint: of each."""
+    text = (await get(url, "/metrics")).decode()
+    found = re.findall(r"^glint:(\S+) (\S+)$", text, re.MULTILINE)
+    if not found:
+        raise RequestFailedError(f"{url}/metrics names no number of this engine")
+    return {name: float(value) for name, value in found}
 
 
 async def post(url: str, path: str, body: Mapping[str, Any], api_key: str = "") -> Reply:
@@ -66,12 +77,16 @@ async def _exchange(url: str, line: str, body: bytes, headers: Mapping[str, str]
 
 
 async def _read_stream(reader: asyncio.StreamReader, reply: Reply) -> None:
-    last = b""
+    line = b""
     async for line in reader:
         if line.startswith(b"data: {"):
             reply.chunk_times.append(time.monotonic())
-            last = line
-    event = json.loads(last[len(b"data: ") :]) if last else {}
+            reply.chunks.append(line[len(b"data: ") :])
+        elif line.startswith(b"data: [DONE]"):
+            break
+    event = json.loads(reply.chunks[-1]) if reply.chunks else {}
     reply.usage = event.get("usage") or {}
     if "error" in event:
         raise RequestFailedError(f"the stream ended with {event['error']}")
+    if not line.startswith(b"data: [DONE]"):
+        raise RequestFailedError("the stream broke off")

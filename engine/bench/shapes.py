@@ -1,19 +1,29 @@
 """A model's shapes with random weights, on the machine's GPU: the engine whole, scheduling and sampling included.
 
-prefill: one prompt, one token out. decode: (129 tokens − 1 token) / 128 from a context of 1024, for a batch that starts
-together. throughput: 256 requests of 512 tokens in and 256 out, all there at the start. Medians of three after a first
-run that is not counted. The peer's figures are those of vLLM 0.26.0 on one H200 with the same definitions; they mean
-nothing on another GPU, and are left out there.
+start: from the call to an engine that takes requests, imports excluded, its kernels in the cache; cold start: the same
+in a process of its own with all caches empty. prefill: one prompt, one token out. decode: (129 tokens − 1 token) / 128
+from a context of 1024, for a batch that starts together. throughput: 256 requests of 512 tokens in and 256 out, all
+there at the start. Medians of three after a first run that is not counted; starts once. The peer's figures are those of
+vLLM 0.26.0 on one H200 with the same definitions; they mean nothing on another GPU, and are left out there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import hashlib
+import importlib
 import json
+import os
+import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +31,8 @@ import numpy as np
 
 from engine.api import GenerationRequest, SamplingParams
 from engine.build import build_engine
-from engine.config import EngineConfig
+from engine.config import CudaArch, EngineConfig
+from engine.errors import ConfigError
 from engine.loop import Engine, drain
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -47,9 +58,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     }
 }
 # (limit, first goal, peer) of each figure on one H200; prefill and decode in ms, throughput in tokens/s, start in s
-H200: dict[str, dict[str, tuple[float, float, float]]] = {
+H200: dict[str, dict[str, tuple[float | None, float, float | None]]] = {
     "llama-3.1-8b": {
-        "start": (0.0, 20.0, 60.0),
+        "cold start": (None, 60.0, None),
+        "start": (None, 20.0, 60.0),
         "prefill 512": (11.0, 14.0, 14.7),
         "prefill 2048": (44.0, 49.0, 50.3),
         "prefill 8192": (197.0, 215.0, 217.0),
@@ -65,6 +77,13 @@ MORE_IS_BETTER = ("throughput",)
 CONTEXT, DECODED = 1024, 128
 
 
+PREFILLS, BATCHES = (512, 2048, 8192), (1, 8, 32, 64, 128)
+COLD, START, THROUGHPUT = "cold start", "start", "throughput"
+CACHES = ("XDG_CACHE_HOME", "CUPY_CACHE_DIR", "CUDA_CACHE_PATH")  # of our kernels, CuPy's, and the driver's
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+CUDA = Path(__file__).parents[2] / "cuda"
+
+
 @dataclass(frozen=True, slots=True)
 class Figure:
     name: str
@@ -72,63 +91,148 @@ class Figure:
     limit: float | None
     goal: float | None
     peer: float | None
+    tflops: float | None = None  # TFLOP/s, of a prefill
+
+    @property
+    def share(self) -> float | None:
+        """Of what the limit allows."""
+        if self.limit is None:
+            return None
+        return self.value / self.limit if self.name in MORE_IS_BETTER else self.limit / self.value
 
     @property
     def verdict(self) -> str:
-        """met, ahead of the peer, or behind it; "" where there is nothing to compare with."""
-        if self.goal is None or self.peer is None:
+        """met; missed, but ahead of the peer if there is one; BEHIND it; "" where there is nothing to compare with."""
+        if self.goal is None:
             return ""
         sign = -1 if self.name in MORE_IS_BETTER else 1
         if sign * self.value <= sign * self.goal:
             return "met"
+        if self.peer is None:
+            return "missed"
         return "ahead of the peer" if sign * self.value < sign * self.peer else "BEHIND"
 
 
-def measure(shape: str) -> tuple[dict[str, str], list[Figure]]:
+def measure(
+    shape: str, arch: CudaArch = "auto", cold: bool = False, only: Sequence[str] = ()
+) -> tuple[dict[str, str], list[Figure]]:
     """(machine and settings, figures) of a model of these shapes.
 
     Args:
         shape: a key of SHAPES.
+        arch: EngineConfig.cuda_arch; figures of another than the GPU's own are compared with nothing.
+        cold: measure a cold start too; the start after it then finds what that one has compiled, and nothing else.
+        only: which figures to measure, by name or the first word of it; none = all.
     Raises:
         ConfigError: no GPU here, or one that this model does not fit.
     """
+    values: list[tuple[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
+        if cold:
+            os.environ |= {name: str(Path(folder, name)) for name in CACHES}
+            values.append((COLD, _cold_start(shape, arch)))
         Path(folder, "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
         config = EngineConfig(
-            model=folder, device="cuda", load_format="dummy", max_model_len=16384, enable_prefix_caching=False
+            model=folder,
+            device="cuda",
+            cuda_arch=arch,
+            load_format="dummy",
+            max_model_len=16384,
+            enable_prefix_caching=False,
         )
+        with contextlib.suppress(ImportError):  # build_engine says what is missing
+            importlib.import_module("engine.backends.cuda")
         started = time.perf_counter()
         built = build_engine(config, progress=False)
-        start = time.perf_counter() - started
-    known = H200[shape] if "H200" in built.device else {}
-    figures = [
-        Figure(name, value, *known.get(name, (None, None, None)))
-        for name, value in [("start", start), *_figures(built.engine)]
-    ]
-    return {"shape": shape, "device": built.device}, figures
+        values.append((START, time.perf_counter() - started))
+        wanted = [name for name in MEASURES if not only or any(f"{name} ".startswith(f"{one} ") for one in only)]
+        values += [(name, MEASURES[name](built.engine)) for name in wanted]
+    known = H200[shape] if "H200 (sm_90," in built.device else {}
+    figures = []
+    for name, value in values:
+        limit, goal, peer = known.get(name, (None, None, None))
+        figures.append(Figure(name, value, limit, goal, peer, _tflops(shape, name, value)))
+    return {"shape": shape, **_about(built.device)}, figures
+
+
+def _about(device: str) -> dict[str, str]:
+    """Where and with what; the digest is that of all files of cuda/."""
+    said = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", DRIVER_FILE.read_text("utf-8")) if DRIVER_FILE.is_file() else None
+    digest = hashlib.sha256()
+    for path in sorted(CUDA.glob("*.cu")) + sorted(CUDA.glob("include/*.cuh")):
+        digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
+    return {
+        "device": device,
+        "driver": said[0] if said else "",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cuda_sources": digest.hexdigest(),
+    }
+
+
+def _cold_start(shape: str, arch: str) -> float:
+    """Seconds, in a process of its own that has the caches of this one."""
+    options = ["--model-shape", shape, "--arch", arch, "--only", START, "--json", "-"]
+    command = [sys.executable, "-m", "engine.bench", "offline", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(f"the cold start failed: {done.stderr.strip()}")
+    return float(json.loads(done.stdout)["figures"][0]["value"])
+
+
+def prefill_flops(shape: str, num_tokens: int) -> int:
+    """Multiplications and additions of one prompt: linear layers, causal attention, the head for one token."""
+    values = SHAPES[shape]
+    hidden, heads, kv_heads = values["hidden_size"], values["num_attention_heads"], values["num_key_value_heads"]
+    head_dim = hidden // heads
+    weights = hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * values["intermediate_size"]
+    attention = 2 * num_tokens * num_tokens * heads * head_dim
+    layers = values["num_hidden_layers"] * (2 * num_tokens * weights + attention)
+    return int(layers + 2 * hidden * values["vocab_size"])
+
+
+def _tflops(shape: str, name: str, value: float) -> float | None:
+    kind, _, count = name.partition(" ")
+    return prefill_flops(shape, int(count)) / value * 1e-9 if kind == "prefill" else None
 
 
 def table(about: dict[str, str], figures: list[Figure]) -> str:
     """The figures for people."""
     lines = [f"{about['shape']}, random weights; {about['device']}"]
-    lines.append(f"{'':<14}{'measured':>10}{'limit':>10}{'goal':>10}{'peer':>10}")
+    lines.append(f"{'':<14}{'measured':>10}{'limit':>10}{'share':>8}{'goal':>10}{'peer':>10}{'TFLOP/s':>9}")
     for figure in figures:
-        beside = "".join(f"{'' if x is None else f'{x:,.5g}':>10}" for x in (figure.limit, figure.goal, figure.peer))
-        lines.append(f"{figure.name:<14}{figure.value:>10,.5g}{beside}  {figure.verdict}")
+        limit, goal, peer = ("" if x is None else f"{x:,.5g}" for x in (figure.limit, figure.goal, figure.peer))
+        share = "" if figure.share is None else f"{figure.share:.0%}"
+        tflops = "" if figure.tflops is None else f"{figure.tflops:.0f}"
+        lines.append(
+            f"{figure.name:<14}{figure.value:>10,.5g}{limit:>10}{share:>8}{goal:>10}{peer:>10}{tflops:>9}"
+            f"  {figure.verdict}".rstrip()
+        )
     return "\n".join(lines)
 
 
 def as_json(about: dict[str, str], figures: list[Figure]) -> str:
-    return json.dumps({**about, "figures": [{**asdict(one), "verdict": one.verdict} for one in figures]}, indent=1)
+    records = [{**asdict(one), "share": one.share, "verdict": one.verdict} for one in figures]
+    return json.dumps({**about, "figures": records}, indent=1)
 
 
-def _figures(engine: Engine) -> Iterator[tuple[str, float]]:
-    for length in (512, 2048, 8192):
-        yield f"prefill {length}", 1e3 * _median(engine, 1, length, 1)
-    for batch in (1, 8, 32, 64, 128):
-        whole, first = (_median(engine, batch, CONTEXT, num_tokens) for num_tokens in (DECODED + 1, 1))
-        yield f"decode {batch}", 1e3 * (whole - first) / DECODED
-    yield "throughput", 256 * 256 / _seconds(engine, 256, 512, 256, seed=0)
+def _prefill(length: int, engine: Engine) -> float:
+    return 1e3 * _median(engine, 1, length, 1)
+
+
+def _decode(batch: int, engine: Engine) -> float:
+    whole, first = (_median(engine, batch, CONTEXT, num_tokens) for num_tokens in (DECODED + 1, 1))
+    return 1e3 * (whole - first) / DECODED
+
+
+def _throughput(engine: Engine) -> float:
+    return 256 * 256 / _median(engine, 256, 512, 256)
+
+
+MEASURES: dict[str, Callable[[Engine], float]] = {
+    **{f"prefill {length}": partial(_prefill, length) for length in PREFILLS},
+    **{f"decode {batch}": partial(_decode, batch) for batch in BATCHES},
+    THROUGHPUT: _throughput,
+}
 
 
 def _median(engine: Engine, num_requests: int, num_prompt: int, num_output: int) -> float:

@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 
-from engine.bench.http_client import get, post
+from engine.bench.http_client import metrics, post
 from engine.errors import EngineDeadError
 
 PROMPT_TOKENS = 16
@@ -82,12 +82,5 @@ async def _round(url: str, arguments: argparse.Namespace, stream: bool, seed: in
 
 
 async def _counters(url: str) -> tuple[float, float]:
-    text = (await get(url, "/metrics")).decode()
-    return _metric(text, "glint:engine_steps_total"), _metric(text, "glint:engine_step_seconds_total")
-
-
-def _metric(text: str, name: str) -> float:
-    found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
-    if found is None:
-        raise EngineDeadError(f"the server has no metric {name}")
-    return float(found.group(1))
+    found = await metrics(url)
+    return found["engine_steps_total"], found["engine_step_seconds_total"]

@@ -176,7 +176,8 @@ def _allocate(weight_map: WeightMap, store: Store) -> tuple[Weights, list[_Copy]
     except MemoryError as error:
         num_bytes = sum(store.itemsize * math.prod(shape) for _, shape in _wanted(weight_map))
         raise ConfigError(
-            f"no memory for the weights: the config asks for {num_bytes / 1e6:,.0f} MB; use a smaller model"
+            f"no memory for the weights: the config asks for {num_bytes / 1e6:,.0f} MB"
+            f"{', and ' * bool(str(error))}{error}; use a smaller model"
         ) from error
 
 

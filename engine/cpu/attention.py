@@ -23,13 +23,15 @@ def attention_decode(
     seq_lens: Int32,
     sm_scale: float,
     window: int | None = None,
+    *,
+    out: Float32 | None = None,
 ) -> Float32:
     """One query a sequence over its paged keys, [num_seqs, n_heads, head_dim] → the same shape.
 
     Sequences are padded to the longest of a group; groups are formed by powers of two of the length, so padding
     at most doubles the work, and cut into tiles, as many sequences may share the blocks of one long prompt.
     """
-    out = np.empty((*q.shape[:2], v_cache.shape[3]), np.float32)
+    out = np.empty((*q.shape[:2], v_cache.shape[3]), np.float32) if out is None else out
     for rows in decode_groups(seq_lens, k_cache.shape[1]):
         out[rows] = _decode_group(q[rows], k_cache, v_cache, block_table[rows], seq_lens[rows], sm_scale, window)
     return out
@@ -113,13 +115,15 @@ def attention_prefill(
     seq_lens: Int32,
     sm_scale: float,
     window: int | None = None,
+    *,
+    out: Float32 | None = None,
 ) -> Float32:
     """Causal attention of chunks of prompts over paged keys, [num_tokens, n_heads, head_dim] → the same shape.
 
     Query i of a sequence stands at position seq_len − q_len + i and sees itself and what lies before it, the last
-    `window` of these if given.
+    `window` of these if given. Rows before and after those of cu_seqlens_q are left as they are.
     """
-    out = np.empty_like(q)
+    out = np.empty_like(q) if out is None else out
     block_size = k_cache.shape[1]
     ends = cu_seqlens_q.tolist()
     for row, seq_len in enumerate(seq_lens.tolist()):

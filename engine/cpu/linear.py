@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.cpu.activation import gate_up_act
 from engine.cpu.team import Team
 from engine.weights import LinearWeight
 
@@ -32,6 +33,11 @@ def linear(x: Float32, weight: LinearWeight, *, team: Team) -> Float32:
     if weight.bias is not None:
         y += weight.bias
     return y
+
+
+def linear_gate_up_act(x: Float32, weight: LinearWeight, activation: str = "silu", *, team: Team) -> Float32:
+    """gate_up_act(linear(x, weight), activation), [num_tokens, in_features] → [num_tokens, out_features / 2]."""
+    return gate_up_act(linear(x, weight, team=team), activation)
 
 
 def logits(x: Float32, weight: LinearWeight, *, team: Team) -> Float32:

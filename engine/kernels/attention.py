@@ -32,6 +32,7 @@ def attention_decode(
     sm_scale: float,
     window: int | None = None,
     *,
+    out: Array | None = None,
     device: Device,
 ) -> Array:
     """One query a sequence: q [num_seqs, n_heads, head_dim], a part of larger rows if need be → the same shape.
@@ -46,7 +47,7 @@ def attention_decode(
     num_seqs, n_heads, head_dim = q.shape
     require(kernel, "seq_lens", seq_lens, (num_seqs,), np.int32)
     block_size, n_kv_heads = _check(kernel, q, k_cache, v_cache, block_table, seq_lens)
-    out = device.empty(q.shape, q.dtype)
+    out = _output(kernel, q, out, device)
     if not out.size:
         return out
     groups = ceil_div(n_heads // n_kv_heads, HEADS)
@@ -57,7 +58,7 @@ def attention_decode(
     warp_bytes = max(stages * 4 * CHUNK, 4 * HEADS) * head_dim
     warps = DECODE_WARPS if DECODE_WARPS * warp_bytes <= device.max_shared_bytes else DECODE_WARPS // 2
     type_ = type_name(kernel, "q", q)
-    arguments = [q, k_cache, v_cache, block_table, seq_lens, out, partial, lse]
+    arguments = [q, k_cache, v_cache, block_table, seq_lens, out, partial, lse, device.counters]
     arguments += map(np.int32, (stride(q), stride(block_table), block_size, n_heads, n_kv_heads, window or 0))
     device.launch(
         Instance(kernel, f"attention_decode<{type_}, {head_dim}, {warps}, {stages}>"),
@@ -66,13 +67,6 @@ def attention_decode(
         [*arguments, np.float32(sm_scale)],
         shared_bytes=warps * warp_bytes,
     )
-    if num_splits > 1:
-        device.launch(
-            Instance(kernel, f"attention_combine<{type_}, {head_dim}>"),
-            (n_heads, num_seqs),
-            (head_dim,),
-            [partial, lse, out, np.int32(n_heads), np.int32(num_splits)],
-        )
     return out
 
 
@@ -91,12 +85,13 @@ def attention_prefill(
     sm_scale: float,
     window: int | None = None,
     *,
+    out: Array | None = None,
     device: Device,
 ) -> Array:
     """Causal attention of chunks of prompts: q [num_tokens, n_heads, head_dim] → the same shape, contiguous.
 
-    cu_seqlens_q [num_seqs + 1] int32: rows of q by sequence, each the last ones of its seq_lens tokens; the rest as in
-    attention_decode.
+    cu_seqlens_q [num_seqs + 1] int32: rows of q by sequence, each the last ones of its seq_lens tokens; rows of out
+    before and after all of them are left as they are. The rest as in attention_decode.
     """
     kernel = "attention_prefill"
     require(kernel, "q", q, (None, None, None))
@@ -104,7 +99,7 @@ def attention_prefill(
     block_size, n_kv_heads = _check(kernel, q, k_cache, v_cache, block_table, seq_lens)
     num_seqs = seq_lens.shape[0]
     require(kernel, "cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), np.int32)
-    out = device.empty(q.shape, q.dtype)
+    out = _output(kernel, q, out, device)
     if not out.size:
         return out
     type_ = type_name(kernel, "q", q)
@@ -142,6 +137,15 @@ def _hopper(type_: str, head_dim: int, num_tokens: int, num_seqs: int, n_heads: 
     items = n_heads * (ceil_div(num_tokens, queries) + num_seqs)
     shared_bytes = 2 * head_dim * (queries + 2 * stages * tokens) + 2048
     return Instance("attention_prefill_sm90", entry), (min(items, device.num_sms),), 384, shared_bytes
+
+
+def _output(kernel: str, q: Array, out: Array | None, device: Device) -> Array:
+    """A new array like q, or out if it is one. Raises KernelError if it is not."""
+    if out is None:
+        return device.empty(q.shape, q.dtype)
+    require(kernel, "out", out, q.shape, q.dtype)
+    require_contiguous(kernel, "out", out)
+    return out
 
 
 def _check(

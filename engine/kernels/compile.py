@@ -1,8 +1,8 @@
 """From cuda/<stem>.cu to machine code by NVRTC, with no CUDA toolkit and no GPU; what is made is kept in a cache.
 
-A cubin is kept under a digest of everything that it depends on: the source, all headers of cuda/include, the kernel's
-name with its template arguments, the options, and NVRTC's version. CuPy's own cache would not do: its key leaves out
-what a header of ours holds, and it cannot say sm_90a.
+A file is kept under a digest of everything that it depends on: the source, all headers of cuda/include, the kernel's
+name with its template arguments, the options, and NVRTC's version. A target is an arch such as sm_86, or compute_86:
+PTX of that arch, which the driver of a later GPU compiles for it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from cupy.cuda import nvrtc
+from cuda.bindings import nvrtc
 from tqdm import tqdm
 
 from engine.errors import KernelError
@@ -26,13 +27,22 @@ from engine.system import usable_cores
 
 CUDA = Path(__file__).parents[2] / "cuda"
 INCLUDE = CUDA / "include"
-ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-OPTIONS = ("-std=c++17", "-default-device", "-ftz=true", "--ptxas-options=-v", "-lineinfo")
+MAX_SHARED_BYTES = {  # of a block, by arch
+    "sm_80": 163 << 10,
+    "sm_86": 99 << 10,
+    "sm_89": 99 << 10,
+    "sm_90": 227 << 10,
+    "sm_100": 227 << 10,
+    "sm_120": 99 << 10,
+}
+ARCHES = tuple(MAX_SHARED_BYTES)
+OPTIONS = ("-std=c++17", "-default-device", "-ftz=true", "-lineinfo")
+NEEDS_CUDA = {100: "12.8", 120: "12.8", 103: "12.9", 121: "12.9"}  # the first that knows an arch of Blackwell
 
 
 @dataclass(frozen=True, slots=True)
-class Cubin:
-    """Machine code of one instance for one arch, and what ptxas said about it."""
+class Compiled:
+    """One instance for one target, and what ptxas said about it; of PTX, which it has not seen, zeros."""
 
     path: Path
     symbol: str  # the entry's name in the file
@@ -54,67 +64,121 @@ def arch_of(compute_capability: str) -> str:
     return f"sm_{compute_capability}"
 
 
-def compile_all(instances: Iterable[Instance], arch: str, folder: Path, progress: bool = True) -> dict[Instance, Cubin]:
-    """Cubins of all instances, from the cache or made now, several at a time.
+def compile_all(
+    instances: Iterable[Instance], target: str, folder: Path, progress: bool = True
+) -> dict[Instance, Compiled]:
+    """All instances, from the cache or made now, several at a time.
 
     Args:
-        arch: one of ARCHES.
+        target: one of ARCHES, another that NVRTC knows, or compute_XX for PTX.
         folder: of the cache; made if it is not there.
         progress: show a bar on standard error if that is a terminal.
     Raises:
         KernelError: NVRTC's messages about the first instance that does not compile.
     """
     wanted = list(dict.fromkeys(instances))
+    made: dict[Instance, Compiled] = {}
     with (
         ThreadPoolExecutor(usable_cores()) as pool,
         tqdm(total=len(wanted), desc="kernels", disable=None if progress else True) as bar,
     ):
-        made = {}
-        for instance, cubin in zip(
-            wanted, pool.map(lambda one: compile_kernel(one, arch, folder), wanted), strict=True
-        ):
-            made[instance] = cubin
-            bar.update()
+        try:
+            for compiled in pool.map(lambda one: compile_kernel(one, target, folder), wanted):
+                made[wanted[len(made)]] = compiled
+                bar.update()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return made
 
 
-def compile_kernel(instance: Instance, arch: str, folder: Path) -> Cubin:
+def compile_kernel(instance: Instance, target: str, folder: Path) -> Compiled:
     """One instance, from the cache or made now.
 
     A stem that ends with _sm90 is made for sm_90a, the arch of what only Hopper has.
 
     Raises:
-        KernelError: it does not compile; with NVRTC's messages.
+        KernelError: it does not compile; with NVRTC's messages. Or no NVRTC that knows the target.
     """
-    if instance.stem.endswith("_sm90") and arch == "sm_90":
-        arch = "sm_90a"
+    if instance.stem.endswith("_sm90") and target == "sm_90":
+        target = "sm_90a"
     source = _source(instance.stem)
-    digest = _digest(source, instance.entry, arch)
-    name = f"{re.sub(r'[^a-zA-Z0-9]+', '_', instance.entry).strip('_')}-{arch}-{digest}"
-    path, facts = folder / f"{name}.cubin", folder / f"{name}.json"
+    digest = _digest(source, instance.entry, target)
+    name = f"{re.sub(r'[^a-zA-Z0-9]+', '_', instance.entry).strip('_')}-{target}-{digest}"
+    path, facts = folder / f"{name}.{'ptx' if _is_ptx(target) else 'cubin'}", folder / f"{name}.json"
     if not (path.exists() and facts.exists()):
-        code, about = _compile(instance, source, arch)
+        code, about = _compile(instance, source, target)
         _write(path, code)
         _write(facts, json.dumps(about).encode())
-    return Cubin(path=path, **json.loads(facts.read_text(encoding="utf-8")))
+    return Compiled(path=path, **json.loads(facts.read_text(encoding="utf-8")))
 
 
-def _compile(instance: Instance, source: str, arch: str) -> tuple[bytes, dict[str, str | int]]:
-    program = nvrtc.createProgram(source, f"{instance.stem}.cu", [], [])
+@cache
+def nvrtc_version() -> str:
+    """Such as "13.0". Raises KernelError where there is no NVRTC."""
     try:
-        nvrtc.addNameExpression(program, instance.entry)
-        try:
-            nvrtc.compileProgram(program, (f"-arch={arch}", f"--include-path={INCLUDE}", *OPTIONS))
-        except nvrtc.NVRTCError as error:
-            log = nvrtc.getProgramLog(program)
-            raise KernelError(
-                f"cuda/{instance.stem}.cu: {instance.entry} does not compile for {arch}:\n{log}"
-            ) from error
-        symbol = nvrtc.getLoweredName(program, instance.entry)
-        code = nvrtc.getCUBIN(program) + b"\0"  # CuPy takes it for a text and leaves the last byte out
-        return code, {"symbol": symbol, **_resources(nvrtc.getProgramLog(program), symbol)}
+        major, minor = _check(nvrtc.nvrtcVersion())
+    except RuntimeError as error:  # of the search for the library; its class goes by the version of cuda-bindings
+        raise KernelError(
+            f"the CUDA compiler NVRTC is not there ({str(error).splitlines()[0]}); install it: pip install "
+            "nvidia-cuda-nvrtc for CUDA 13, nvidia-cuda-nvrtc-cu12 for 12"
+        ) from error
+    return f"{major}.{minor}"
+
+
+def _is_ptx(target: str) -> bool:
+    return target.startswith("compute_")
+
+
+def _compile(instance: Instance, source: str, target: str) -> tuple[bytes, dict[str, str | int]]:
+    _check_target(target)
+    program = _check(nvrtc.nvrtcCreateProgram(source.encode(), f"{instance.stem}.cu".encode(), 0, [], []))
+    try:
+        entry = instance.entry.encode()
+        _check(nvrtc.nvrtcAddNameExpression(program, entry))
+        options = [f"-arch={target}", f"--include-path={INCLUDE}", *OPTIONS]
+        if not _is_ptx(target):
+            options.append("--ptxas-options=-v")
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode().rstrip("\0")
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise KernelError(f"cuda/{instance.stem}.cu: {instance.entry} does not compile for {target}:\n{log}")
+        symbol = _check(nvrtc.nvrtcGetLoweredName(program, entry)).decode()
+        if _is_ptx(target):
+            code = _text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
+        else:
+            code = _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+        return code, {"symbol": symbol, **_resources(log, symbol)}
     finally:
-        nvrtc.destroyProgram(program)
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _check_target(target: str) -> None:
+    """Raises KernelError for an arch that this NVRTC does not know."""
+    version = nvrtc_version()
+    number = int(re.sub(r"\D", "", target))
+    known = _check(nvrtc.nvrtcGetSupportedArchs())
+    if number not in known:
+        wanted = f"{target} needs CUDA {NEEDS_CUDA[number]} or later" if number in NEEDS_CUDA else "a later one may"
+        raise KernelError(
+            f"NVRTC {version} does not compile for {target}, only for sm_{min(known)} to sm_{max(known)}; {wanted}: "
+            "pip install --upgrade nvidia-cuda-nvrtc for CUDA 13, nvidia-cuda-nvrtc-cu12 for 12"
+        )
+
+
+def _check(result: tuple[Any, ...]) -> Any:
+    """The value of a call of NVRTC, or its values. Raises KernelError with NVRTC's own words if it failed."""
+    status, *values = result
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise KernelError(f"NVRTC: {nvrtc.nvrtcGetErrorString(status)[1].decode()}")
+    return values[0] if len(values) == 1 else values
+
+
+def _text(size_of: Any, read: Any, program: Any) -> bytes:
+    """What NVRTC gives in two calls, one for its size."""
+    text = bytes(_check(size_of(program)))
+    _check(read(program, text))
+    return text
 
 
 def _resources(log: str, symbol: str) -> dict[str, int]:
@@ -145,7 +209,7 @@ def _headers() -> tuple[str, ...]:
 
 
 def _digest(source: str, entry: str, arch: str) -> str:
-    parts = [source, *_headers(), entry, arch, *OPTIONS, str(nvrtc.getVersion())]
+    parts = [source, *_headers(), entry, arch, *OPTIONS, nvrtc_version()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

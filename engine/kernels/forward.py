@@ -1,12 +1,16 @@
-"""A model's forward pass on a GPU: a step's integers go up in one copy, decoding runs as a captured graph.
+"""A model's forward pass on a GPU: a step's integers go up in one copy, captured graphs are launched.
 
-A graph is captured for a few batch sizes; a step of another size is padded up with rows that touch no block. Steps with
-prompts in them are launched kernel by kernel.
+Graphs are captured for a few sizes; a step of another size is padded up with rows that touch no block. A decoding step
+is one graph, another is pieces between which attention is launched. Steps of many tokens are launched kernel by kernel:
+the GPU is busy with one for longer than it takes to launch the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import cupy
@@ -15,19 +19,29 @@ from numpy.typing import NDArray
 
 from engine.batch import ForwardBatch, StepPlan, build_batch, token_positions, token_sequences
 from engine.comm.communicator import OneRank
+from engine.config import StepLimits
+from engine.errors import KernelError
 from engine.forward import EagerForward
 from engine.kernels.embedding import embedding
 from engine.kernels.gpu import Gpu, copy_rows
+from engine.kernels.graphs import Pieces, Recorder
 from engine.kv_cache import KVCache
+from engine.memory_plan import ALWAYS, STEP, Buffer
 from engine.models.model import Model
 from engine.rope_table import RopeTable
 
 Array = Any
 Int32 = NDArray[np.int32]
 
-FIELDS = ("token_ids", "positions", "cu_seqlens_q", "seq_lens", "slot_mapping", "logits_indices")
-PADDING = {"token_ids": 0, "positions": 0, "seq_lens": 0, "slot_mapping": -1, "logits_indices": 0}
+logger = logging.getLogger(__name__)
+
+TOKEN_PADDING = {"token_ids": 0, "positions": 0, "slot_mapping": -1}  # fields with a number a token
+SEQUENCE_PADDING = {"cu_seqlens_q": None, "seq_lens": 0, "logits_indices": 0}  # a sequence; None: the last one again
 NO_ROWS = np.empty((0, 0), np.float32)
+
+known_ids = cupy.ElementwiseKernel(  # see batch.unknown_id
+    "int32 token_id, raw int32 last_ids", "int32 known", "known = token_id < 0 ? last_ids[-1 - token_id] : token_id"
+)
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -36,6 +50,12 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     sizes += range(24, min(max_num_seqs, 128), 8)
     sizes += range(128, max_num_seqs, 16)
     return sorted({*sizes, max_num_seqs})
+
+
+def piece_sizes(max_num_tokens: int) -> list[int]:
+    """Numbers of tokens that get a graph in pieces: as far as launching takes longer than computing."""
+    sizes = (8, 16, 24, 32, 48, *range(64, 513, 64))
+    return sorted({*(size for size in sizes if size < max_num_tokens), min(sizes[-1], max_num_tokens)})
 
 
 class GpuForward:
@@ -48,11 +68,13 @@ class GpuForward:
         cache: KVCache,
         rope: RopeTable,
         gpu: Gpu,
-        max_num_tokens: int,
-        max_num_seqs: int,
+        recorder: Recorder,
+        limits: StepLimits,
         table_width: int,
     ) -> None:
+        max_num_tokens, max_num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
         self._run = EagerForward(model, comm, cache, rope, max_num_seqs)
+        self._recorder = recorder
         self._cache, self._rope, self._gpu = cache, rope, gpu
         self._table_width = table_width
         self._rope_table = cupy.asarray(rope.table)
@@ -64,90 +86,88 @@ class GpuForward:
         self._device = cupy.empty(room, np.int32)
         self._cos_sin = cupy.empty((max_num_tokens, self._rope_table.shape[1]), np.float32)
         self._last_ids = cupy.zeros(max_num_seqs, np.int32)  # by slot
-        self._graphs: dict[int, tuple[Any, Array]] = {}  # by size: the graph, its hidden states
-        self._pool = cupy.cuda.MemoryPool()  # what graphs compute in stays theirs
+        known_ids(self._last_ids, self._last_ids, self._last_ids)  # changes none, but has it compiled before a step
+        self._graphs: dict[int, tuple[Any, Array]] = {}  # of decoding, by sequences: the graph, its hidden states
+        self._pieces: dict[int, Pieces] = {}  # of other steps, by tokens
 
-    def capture(self, sizes: Sequence[int]) -> None:
-        """Runs and captures a decoding step of each size, the largest first: smaller ones fit in its memory."""
-        stream = cupy.cuda.get_current_stream()
-        with cupy.cuda.using_allocator(self._pool.malloc):
-            for size in sorted(sizes, reverse=True):
-                batch = self._upload(self._padding(size), size)
-                self._run(batch)  # what a kernel needs at its first launch cannot be captured
-                stream.synchronize()
-                stream.begin_capture()
-                hidden = self._run(batch)
-                graph = stream.end_capture()
-                graph.upload(stream)
-                self._graphs[size] = (graph, hidden)
-        stream.synchronize()
+    def capture(self, batch_sizes: Sequence[int], token_sizes: Sequence[int]) -> None:
+        """Captures steps of these sizes, the largest first: smaller ones fit in its memory."""
+        for size in sorted(token_sizes, reverse=True):
+            batch = self._upload(self._prompts(size), size)
+            with _optional(f"steps of {size} tokens"):
+                self._pieces[size] = self._recorder.pieces(partial(self._run, batch))
+        for size in sorted(batch_sizes, reverse=True):
+            batch = self._upload(self._padding(size), size, is_graph=True)
+            with _optional(f"decoding steps of {size} sequences"):
+                self._graphs[size] = self._recorder.whole(partial(self._run, batch))
 
     def try_prompt(self, size: int) -> Array:
         """Hidden states of prompts of so many tokens in all, whose keys go nowhere and are looked for in block 0.
 
         What a step of this size takes, memory and kernels, is taken by it.
         """
-        longest = self._table_width * self._cache.block_size
-        lens = np.full(-(-size // longest), longest, np.int32)
-        lens[-1] -= lens.sum() - size
-        batch = ForwardBatch(
-            token_ids=np.zeros(size, np.int32),
-            positions=np.zeros(size, np.int32),
-            cu_seqlens_q=np.concatenate([[0], np.cumsum(lens)]).astype(np.int32),
-            seq_lens=lens,
-            slot_mapping=np.full(size, -1, np.int32),
-            block_table=np.zeros((len(lens), self._table_width), np.int32),
-            logits_indices=np.zeros(len(lens), np.int32),
-            rope_cos_sin=NO_ROWS,
-            two_way_lens=np.zeros(len(lens), np.int32),
-            num_decodes=0,
+        return self._run(self._upload(self._prompts(size), size))
+
+    def buffers(self) -> tuple[Buffer, ...]:
+        """What it holds beside the graphs."""
+        return (
+            Buffer("rope table", int(self._rope_table.nbytes), ALWAYS),
+            Buffer("rope rows of a step", int(self._cos_sin.nbytes), STEP),
+            Buffer("integers of a step", int(self._device.nbytes), STEP),
+            Buffer("integers of a step", sum(host.nbytes for host in self._host), STEP, "host", "two, in turn"),
+            Buffer("sampled ids", int(self._last_ids.nbytes), STEP),
         )
-        return self._run(self._upload(batch, None))
 
     def remember(self, slots: Int32, token_ids: Array) -> None:
         """Keeps sampled ids where they are; the host need not have seen them when the next step begins."""
         self._last_ids[cupy.asarray(slots)] = token_ids
 
     def rows(self, hidden: Array, indices: Int32) -> Array:
-        """Gathers rows of the hidden states."""
+        """Gathers rows of the hidden states; those of a decoding step lie together already."""
+        if len(indices) and indices[-1] == len(indices) - 1:  # they ascend
+            return hidden[: len(indices)]
         return embedding(cupy.asarray(indices), hidden, device=self._gpu)
 
     def batch(self, plan: StepPlan) -> ForwardBatch:
-        """The arrays of a step, on the GPU; of a decoding step padded to the size of a graph."""
+        """The arrays of a step, on the GPU, padded to the size of a graph."""
         is_decode = plan.num_decodes == plan.num_tokens
         rows = NO_ROWS
         if plan.rope_lens.any():
             rows = self._rope.rows(token_positions(plan), plan.rope_lens[token_sequences(plan)])
         on_host = build_batch(plan, self._cache.block_size, rows)
-        size = next((size for size in sorted(self._graphs) if size >= plan.num_seqs), None) if is_decode else None
-        return self._upload(on_host, size)
+        sizes = sorted(self._graphs if is_decode else self._pieces)
+        size = next((size for size in sizes if size >= plan.num_tokens), None)
+        return self._upload(on_host, size or plan.num_tokens, is_graph=is_decode and size is not None)
 
     def __call__(self, batch: ForwardBatch) -> Array:
-        """Final-normed hidden states, [num_tokens, hidden_size]."""
-        found = self._graphs.get(batch.num_tokens) if batch.num_decodes == batch.num_tokens else None
-        if found is None:
-            return self._run(batch)
-        graph, hidden = found
-        graph.launch(cupy.cuda.get_current_stream())
-        return hidden
+        """Final-normed hidden states, [num_tokens, hidden_size], of padding too."""
+        num_tokens = batch.num_tokens
+        if batch.num_decodes == num_tokens and num_tokens in self._graphs:
+            graph, hidden = self._graphs[num_tokens]
+            graph.launch(cupy.cuda.get_current_stream())
+            return hidden
+        if batch.num_decodes < num_tokens and num_tokens in self._pieces:
+            return self._pieces[num_tokens].launch(batch)
+        return self._run(batch)
 
-    def _upload(self, batch: ForwardBatch, size: int | None) -> ForwardBatch:
-        """The batch on the GPU, with size rows if one is given: one copy of all integers, one of the block table.
+    def _upload(self, batch: ForwardBatch, num_tokens: int, is_graph: bool = False) -> ForwardBatch:
+        """The batch on the GPU, padded to num_tokens: one copy of all integers, one of the block table.
 
-        A graph reads the table with rows of its full width, of which only the columns in use are copied.
+        is_graph: a decoding step for a graph, whose padding is sequences too, and which reads the block table with rows
+        of its full width, of which only the columns in use are copied.
         """
         num_seqs, used = batch.block_table.shape
-        padded, width = (num_seqs, used) if size is None else (size, self._table_width)
+        padded, width = (num_tokens, self._table_width) if is_graph else (num_seqs, used)
         host, copied = self._host[self._turn], self._copied[self._turn]
         self._turn = 1 - self._turn
         copied.synchronize()  # steps that sample nothing are launched without waiting for any before
         placed: dict[str, Array] = {}
         at = 0
-        for name in FIELDS:
+        for name, padding in (TOKEN_PADDING | SEQUENCE_PADDING).items():
             value: Int32 = getattr(batch, name)
-            count = len(value) + padded - num_seqs
+            count = num_tokens if name in TOKEN_PADDING else len(value) + padded - num_seqs
             host[at : at + len(value)] = value
-            host[at + len(value) : at + count] = PADDING.get(name, int(batch.cu_seqlens_q[-1]))
+            host[at + len(value) : at + count] = value[-1] if padding is None else padding
             placed[name] = self._device[at : at + count]
             at += count
         host[at : at + num_seqs * used] = batch.block_table.reshape(-1)
@@ -158,9 +178,8 @@ class GpuForward:
         copy_rows(address + 4 * at, placed["block_table"], num_seqs, 4 * used)
         copied.record(stream)
         if (batch.token_ids < 0).any():
-            token_ids = placed["token_ids"]
-            token_ids[...] = cupy.where(token_ids < 0, self._last_ids[-1 - token_ids], token_ids)
-        cos_sin = self._cos_sin[: len(placed["positions"])]  # where a graph looks for them too
+            known_ids(placed["token_ids"], self._last_ids, placed["token_ids"])
+        cos_sin = self._cos_sin[:num_tokens]  # where a graph looks for them too
         if batch.rope_cos_sin.size:
             cos_sin[: len(batch.rope_cos_sin)] = cupy.asarray(batch.rope_cos_sin)
         else:
@@ -169,7 +188,25 @@ class GpuForward:
             **placed,
             rope_cos_sin=cos_sin,
             two_way_lens=batch.two_way_lens,
-            num_decodes=padded if size else batch.num_decodes,
+            num_decodes=padded if is_graph else batch.num_decodes,
+        )
+
+    def _prompts(self, size: int) -> ForwardBatch:
+        """Prompts of so many tokens in all, as long as may be, that nobody owns."""
+        longest = self._table_width * self._cache.block_size
+        lens = np.full(-(-size // longest), longest, np.int32)
+        lens[-1] -= lens.sum() - size
+        return ForwardBatch(
+            token_ids=np.zeros(size, np.int32),
+            positions=np.zeros(size, np.int32),
+            cu_seqlens_q=np.concatenate([[0], np.cumsum(lens)]).astype(np.int32),
+            seq_lens=lens,
+            slot_mapping=np.full(size, -1, np.int32),
+            block_table=np.zeros((len(lens), self._table_width), np.int32),
+            logits_indices=np.zeros(len(lens), np.int32),
+            rope_cos_sin=NO_ROWS,
+            two_way_lens=np.zeros(len(lens), np.int32),
+            num_decodes=0,
         )
 
     def _padding(self, size: int) -> ForwardBatch:
@@ -187,3 +224,12 @@ class GpuForward:
             two_way_lens=zeros,
             num_decodes=size,
         )
+
+
+@contextmanager
+def _optional(steps: str) -> Iterator[None]:
+    """A graph that cannot be captured only costs time."""
+    try:
+        yield
+    except (KernelError, cupy.cuda.runtime.CUDARuntimeError) as error:
+        logger.warning("%s are launched kernel by kernel: no graph of them could be made (%s)", steps, error)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from cuda.bindings import driver
 from numpy.typing import NDArray
 
 from engine.errors import KernelError
-from engine.kernels.compile import arch_of, compile_kernel
-from engine.kernels.cublas import Cublas
+from engine.kernels.compile import ARCHES, MAX_SHARED_BYTES, arch_of, compile_all, compile_kernel
+from engine.kernels.cublas import WORKSPACE_BYTES, Cublas
 from engine.kernels.device import NUM_COUNTERS, Argument, Dims, Instance
+from engine.kernels.driver_errors import explain
+from engine.memory_plan import ALWAYS, Buffer
+from engine.system import usable_cores
 
 Array = Any
 
@@ -134,23 +138,46 @@ class Kernel:
 class Gpu:
     """The current GPU as a Device (see engine.kernels.device): memory, kernels, cuBLAS.
 
-    A kernel is compiled, or found in the cache, and loaded when it is first launched. By seal() the engine has
-    run every kind of step once: a kernel that is new after that makes requests wait for a compiler, and is reported.
+    Kernels are compiled, or found in the cache, by prepare, or else when they are first launched. By seal() the engine
+    has run every kind of step once: one that is new after that makes requests wait for a compiler, and is reported.
+
+    Args:
+        cache: folder of compiled kernels.
+        arch: an older one of ARCHES, to run what its GPUs run: code compiled for it, no more shared memory than they
+            have, and no wgmma. None: the GPU's own.
+    Raises:
+        KernelError: no GPU that can be used, one that is too old, or older than arch.
     """
 
-    def __init__(self, cache: Path) -> None:
-        device = cupy.cuda.Device()
-        attributes = device.attributes
-        self.arch = arch_of(device.compute_capability)
+    def __init__(self, cache: Path, arch: str | None = None) -> None:
+        attributes, own = _current_gpu()
+        self.arch = own if arch is None else arch
         self.num_sms: int = attributes["MultiProcessorCount"]
         self.max_shared_bytes: int = attributes["MaxSharedMemoryPerBlockOptin"]
-        self.has_wgmma = self.arch == "sm_90"
+        self._target = self.arch
+        if self.arch != own:
+            self._target = _virtual(self.arch, own)
+            self.max_shared_bytes = min(self.max_shared_bytes, MAX_SHARED_BYTES[self.arch])
+        self.has_wgmma = self._target == "sm_90"
         self.counters = cupy.zeros(NUM_COUNTERS, np.uint32)
         self._cache = cache
         self._kernels: dict[Instance, Kernel] = {}
         self._modules: list[Any] = []  # that hold the code
         self._sealed = False
         self._cublas = Cublas()
+
+    def prepare(self, instances: Iterable[Instance], progress: bool = True) -> None:
+        """Compiles what is not in the cache, several at a time, with a bar; then loads all."""
+        wanted = [instance for instance in dict.fromkeys(instances) if instance not in self._kernels]
+        compile_all(wanted, self._target, self._cache, progress)
+        in_context = cupy.cuda.runtime.setDevice
+        with ThreadPoolExecutor(usable_cores(), initializer=in_context, initargs=(cupy.cuda.Device().id,)) as pool:
+            list(pool.map(self._load, wanted))  # of PTX it is the driver that compiles here
+
+    def buffers(self) -> tuple[Buffer, ...]:
+        """What it holds beside the code of kernels."""
+        counters = Buffer("counters of kernels", int(self.counters.nbytes), ALWAYS)
+        return counters, Buffer("cuBLAS workspace", WORKSPACE_BYTES, ALWAYS)
 
     def seal(self) -> None:
         self._sealed = True
@@ -194,14 +221,49 @@ class Gpu:
             logger.warning(
                 "%s of cuda/%s.cu was not needed at start: a step waits for it", instance.entry, instance.stem
             )
-        cubin = compile_kernel(instance, self.arch, self._cache)
-        module = check(driver.cuModuleLoadData(cubin.path.read_bytes()), instance.entry)
+        compiled = compile_kernel(instance, self._target, self._cache)
+        module = check(driver.cuModuleLoadData(compiled.path.read_bytes()), instance.entry)
         self._modules.append(module)
-        function = check(driver.cuModuleGetFunction(module, cubin.symbol.encode()), instance.entry)
-        overlaps = int(self.arch.removeprefix("sm_")) >= 90
-        kernel = Kernel(instance.entry, function, cubin.static_shared_bytes, self.max_shared_bytes, overlaps)
+        function = check(driver.cuModuleGetFunction(module, compiled.symbol.encode()), instance.entry)
+        shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+        static_shared_bytes = check(driver.cuFuncGetAttribute(shared, function), instance.entry)
+        overlaps = _number(self.arch) >= 90
+        kernel = Kernel(instance.entry, function, static_shared_bytes, self.max_shared_bytes, overlaps)
         self._kernels[instance] = kernel
         return kernel
+
+
+def _current_gpu() -> tuple[dict[str, int], str]:
+    """Attributes and arch of CuPy's current GPU."""
+    try:
+        device = cupy.cuda.Device()
+        return device.attributes, arch_of(device.compute_capability)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise KernelError(explain(error.status, str(error), _versions())) from error
+
+
+def _versions() -> str:
+    """Of the driver, as far as it can be asked, and of the packages."""
+    runtime = cupy.cuda.runtime
+    try:
+        asked = runtime.driverGetVersion()
+    except runtime.CUDARuntimeError:
+        asked = 0
+    packages = runtime.runtimeGetVersion()
+    found = f"driver CUDA {asked // 1000}.{asked % 1000 // 10}" if asked else "no driver"
+    return f"{found}, packages CUDA {packages // 1000}.{packages % 1000 // 10}"
+
+
+def _number(arch: str) -> int:
+    return int(arch.removeprefix("sm_"))
+
+
+def _virtual(arch: str, own: str) -> str:
+    """What is compiled so that a GPU of arch own runs the code of an older arch: PTX of that arch."""
+    if arch not in ARCHES or _number(arch) > _number(own):
+        older = ", ".join(name for name in ARCHES if _number(name) <= _number(own))
+        raise KernelError(f"this GPU is {own} and cannot run code for {arch}; it can for {older}")
+    return f"compute_{_number(arch)}"
 
 
 def copy_rows(address: int, to: Array, num_rows: int, row_bytes: int) -> None:
@@ -222,5 +284,5 @@ def check(result: tuple[Any, ...], name: str) -> Any:
     status, *values = result
     if status != driver.CUresult.CUDA_SUCCESS:
         _, text = driver.cuGetErrorString(status)
-        raise KernelError(f"{name}: {text.decode() if text else status}")
+        raise KernelError(f"{name}: {explain(int(status), text.decode() if text else str(status), _versions())}")
     return values[0] if values else None

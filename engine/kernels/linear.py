@@ -33,6 +33,7 @@ class Skinny:
     ahead: int
     warps: int
     blocks_per_sm: int = 0  # at most, where more would only be in each other's way; 0: as many as there is room for
+    prefetch: int = 0  # numbers of each row that L2 is asked for while x is not there yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Tiles:
     row_warps: int
     stages: int
     blocks_per_sm: int = 1
+    prefetch: int = 0
 
     @property
     def tokens(self) -> int:
@@ -76,6 +78,7 @@ class Wgmma:
     groups: int
     stages: int
     blocks_per_sm: int = 1
+    prefetch: int = 0
 
     @property
     def rows(self) -> int:
@@ -219,7 +222,7 @@ def launch(
     """
     types = f"{type_name('linear', 'x', x)}, {type_name('linear', 'y', y)}, {activation}"
     num_tokens, (out_features, in_features) = x.shape[0], weight.shape
-    sizes = (*map(np.int32, (num_tokens, out_features, in_features)), stride(x))
+    sizes = (*map(np.int32, (num_tokens, out_features, in_features)), stride(x), np.int32(choice.prefetch))
     if isinstance(choice, Skinny):
         token_tiles = next(tiles for tiles in (1, 2, 4) if SKINNY_TOKENS * tiles >= num_tokens)
         rows = SKINNY_ROWS * choice.row_tiles

@@ -13,6 +13,7 @@ from engine.errors import KernelError
 from engine.kernels.check import ceil_div, require, stride
 from engine.kernels.device import Device, Instance
 from engine.logit_edits import ALLOWED, NOT_FINITE, LogitEdits
+from engine.memory_plan import ALWAYS, Buffer
 
 Array = Any
 Numbers = NDArray[Any]  # of the host
@@ -43,6 +44,10 @@ class KernelSampling:
         self._row_threads = row_threads
         self._best = self._upload(np.zeros(max_num_rows, np.uint64))  # greedy leaves both at 0
         self._num_done = self._upload(np.zeros(max_num_rows, np.uint32))
+
+    def buffers(self) -> tuple[Buffer, ...]:
+        """What it holds."""
+        return (Buffer("sampler", int(self._best.nbytes + self._num_done.nbytes), ALWAYS),)
 
     def edit_logits(self, logits: Array, edits: LogitEdits) -> tuple[Array, Array]:
         """See engine.cpu.sampling.edit_logits."""

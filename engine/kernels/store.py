@@ -11,18 +11,22 @@ from engine.checkpoint.stored_tensor import StoredTensor, map_bytes, read_into
 
 Array = Any
 
-STAGING_BYTES = 64 << 20
+STAGING_BYTES, NUM_STAGING = 64 << 20, 2
 AS_STORED = {"BF16": "bfloat16", "F16": "float16"}  # types of files whose bytes need no conversion
 
 
 class GpuStore:
-    """bfloat16 or float16 on the current GPU; see engine.checkpoint.store.Store."""
+    """bfloat16 or float16 on the current GPU; see engine.checkpoint.store.Store.
+
+    All copies go over the stream that is the current one when the store is made, which is also the one that memory from
+    the pool is ordered by: an array may be read, or its memory given to another, with no wait for what was copied.
+    """
 
     itemsize = 2
 
     def __init__(self, dtype: Any) -> None:
         self._dtype = np.dtype(dtype)
-        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._stream = cupy.cuda.get_current_stream()
         self._staging: list[Any] = []
         self._free = [cupy.cuda.Event(), cupy.cuda.Event()]
         self._turn = 0
@@ -31,7 +35,8 @@ class GpuStore:
         try:
             return cupy.empty(shape, self._dtype)
         except cupy.cuda.memory.OutOfMemoryError as error:
-            raise MemoryError(str(error)) from error
+            free, total = cupy.cuda.Device().mem_info
+            raise MemoryError(f"{free / 1e6:,.0f} of the GPU's {total / 1e6:,.0f} MB are free") from error
 
     def read(self, tensor: StoredTensor, target: Array) -> None:
         if not target.flags.c_contiguous:
@@ -58,7 +63,8 @@ class GpuStore:
     def _copy(self, raw: np.ndarray[Any, np.dtype[np.uint8]], target: Array) -> None:
         if not self._staging:
             self._staging = [
-                np.frombuffer(cupy.cuda.alloc_pinned_memory(STAGING_BYTES), np.uint8, STAGING_BYTES) for _ in range(2)
+                np.frombuffer(cupy.cuda.alloc_pinned_memory(STAGING_BYTES), np.uint8, STAGING_BYTES)
+                for _ in range(NUM_STAGING)
             ]
         for first in range(0, raw.size, STAGING_BYTES):
             part = raw[first : first + STAGING_BYTES]

@@ -59,8 +59,8 @@ def build(config: ModelConfig, weights: Weights, ops: OpTable) -> Model:
         return Norm(weights.arrays[dest], config.norm_eps, "layernorm", weights.arrays[f"{dest}.bias"])
 
     def embed(batch: ForwardBatch) -> Array:
-        rows = ops.embedding(batch.token_ids, weights.arrays["embed_tokens"])
-        return rows + ops.embedding(batch.positions, weights.arrays["embed_positions"])
+        tables = weights.arrays["embed_tokens"], weights.arrays["embed_positions"]
+        return ops.position_embedding(batch.token_ids, batch.positions, *tables)
 
     pieces: list[Piece] = []
     for layer in range(config.n_layers):

@@ -99,25 +99,17 @@ def attend(
     sm_scale: float,
     window: int | None,
     ops: OpTable,
+    out: Array | None = None,
 ) -> Array:
     """Attention of decoding rows by the one op and of prefilling rows by the other, [num_tokens, n_heads, head_dim]."""
-    num_decodes, seq_lens, table = batch.num_decodes, batch.seq_lens, batch.block_table
-    if num_decodes == batch.num_tokens:
-        return ops.attention_decode(q, k_cache, v_cache, table, seq_lens, sm_scale, window)
-    if num_decodes == 0:
-        return ops.attention_prefill(q, k_cache, v_cache, table, batch.cu_seqlens_q, seq_lens, sm_scale, window)
-    out = q  # rotated q is not needed again: each row is read before it is overwritten
-    out[:num_decodes] = ops.attention_decode(
-        q[:num_decodes], k_cache, v_cache, table[:num_decodes], seq_lens[:num_decodes], sm_scale, window
-    )
-    out[num_decodes:] = ops.attention_prefill(
-        q[num_decodes:],
-        k_cache,
-        v_cache,
-        table[num_decodes:],
-        batch.cu_seqlens_q[num_decodes:] - num_decodes,
-        seq_lens[num_decodes:],
-        sm_scale,
-        window,
-    )
+    num_decodes, seq_lens, table, lens = batch.num_decodes, batch.seq_lens, batch.block_table, batch.cu_seqlens_q
+    if num_decodes == len(seq_lens):
+        return ops.attention_decode(q, k_cache, v_cache, table, seq_lens, sm_scale, window, out=out)
+    if num_decodes:
+        table, lens, seq_lens = table[num_decodes:], lens[num_decodes:], seq_lens[num_decodes:]
+    out = ops.attention_prefill(q, k_cache, v_cache, table, lens, seq_lens, sm_scale, window, out=out)
+    if num_decodes:
+        table, seq_lens = batch.block_table[:num_decodes], batch.seq_lens[:num_decodes]
+        rows = q[:num_decodes], out[:num_decodes]
+        ops.attention_decode(rows[0], k_cache, v_cache, table, seq_lens, sm_scale, window, out=rows[1])
     return out

@@ -33,5 +33,5 @@ def mlp_linears(
 
 def mlp(hidden: Array, dest: str, weights: Weights, ops: OpTable) -> Array:
     """[num_tokens, hidden_size] → the same."""
-    gate_up = ops.linear(hidden, weights.linears[f"{dest}.gate_up_proj"])
-    return ops.linear(ops.gate_up_act(gate_up), weights.linears[f"{dest}.down_proj"])
+    gated = ops.linear_gate_up_act(hidden, weights.linears[f"{dest}.gate_up_proj"])
+    return ops.linear(gated, weights.linears[f"{dest}.down_proj"])

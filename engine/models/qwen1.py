@@ -64,5 +64,5 @@ def rotate(
     """Rotates q and k, stores k and v, and returns the rotated q, log-n scaled if that is asked for."""
     q = llama.rotate(q, k, v, batch, cache, config, weights, ops, layer)
     if config.logn_length:
-        q *= ops.logn_scale(batch.positions, config.logn_length)[:, None, None]
+        q = ops.logn_query(q, batch.positions, config.logn_length)
     return q

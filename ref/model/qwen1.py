@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ref.activation import gate_up_act
-from ref.attention import logn_scale
+from ref.attention import logn_query
 from ref.model.blocks import linear_shapes
 from ref.model.cache import Cache
 from ref.model.fields import Config, ModelConfig, common_fields, flag, integer, number
@@ -134,7 +134,7 @@ def _attention(config: Qwen1Config, run: Run, layer: int, hidden: Array, cos_sin
     q, k, v = (part.reshape(heads) for part in np.split(run.linear(f"{key}.c_attn", hidden), 3, axis=-1))
     q, k = rope(q, cos_sin), run.step(f"{key}.k_rope", rope(k, cos_sin))
     if config.logn:
-        q = q * logn_scale(run.positions, config.seq_length)[:, None, None].astype(q.dtype)
+        q = logn_query(q, run.positions, config.seq_length)
     q = run.step(f"{key}.q_rope", q)
     out = run.step(f"{key}.attention", run.attend(layer, q, k, v, config.head_dim**-0.5))
     return run.linear(f"{key}.c_proj", out.reshape(len(hidden), config.hidden_size))

@@ -49,11 +49,13 @@ def asarray(array: np.ndarray) -> DeviceArray:
 class Gpu(HostDevice):
     """Refuses arrays that are not its own."""
 
-    arch = "sm_90"
-
-    def __init__(self, cache: Path) -> None:
+    def __init__(self, cache: Path, arch: str | None) -> None:
         super().__init__("in_step")
+        self.arch = arch or "sm_90"
         self.counters = self.counters.view(DeviceArray)
+
+    def prepare(self, instances: Any) -> None:
+        self.build(instances)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
         return np.empty(shape, dtype).view(DeviceArray)
@@ -81,7 +83,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cupy.ndarray, cupy.asarray, cupy.asnumpy, cupy.__version__ = DeviceArray, asarray, np.array, "14.2.0"
     cupy.empty = lambda shape, dtype: np.empty(shape, dtype).view(DeviceArray)
     cupy.cuda = SimpleNamespace(runtime=runtime, Device=lambda: SimpleNamespace(id=0))
-    compiler = SimpleNamespace(compile_all=lambda *args: {}, nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)))
+    compiler = SimpleNamespace(nvrtc_version=lambda: "13.0")
     modules = {"cupy": cupy, "engine.kernels.compile": compiler, "engine.kernels.gpu": SimpleNamespace(Gpu=Gpu)}
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(machines.importlib, "import_module", modules.__getitem__)
@@ -108,4 +110,5 @@ def test_a_case(capsys: pytest.CaptureFixture[str], tmp_path: Path, op: str, cas
     report = json.loads(file.read_text())
     assert (report["gpu"], report["cupy"], report["cases"][0]["status"]) == ("Some GPU", "14.2.0", "ok")
     assert report["driver"]
-    assert report["cuda"] == "runtime 13000, NVRTC (13, 0)"
+    assert report["cuda"] == "runtime 13000, NVRTC 13.0"
+    assert report["arch"] == "sm_90"

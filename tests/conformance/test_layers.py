@@ -47,7 +47,7 @@ def scaled(op: Callable[..., Any], factor: float) -> Callable[..., Any]:
         (replace(OPS, embedding=scaled(OPS.embedding, 1.01)), "layers.0.k_cached"),
         (replace(OPS, attention_prefill=scaled(OPS.attention_prefill, 1.01)), "layers.0.attn_out"),
         (replace(OPS, attention_decode=scaled(OPS.attention_decode, 1.01)), "layers.0.attn_out"),
-        (replace(OPS, gate_up_act=scaled(OPS.gate_up_act, 1.01)), "layers.0.mlp_out"),
+        (replace(OPS, linear_gate_up_act=scaled(OPS.linear_gate_up_act, 1.01)), "layers.0.mlp_out"),
     ],
 )
 def test_the_first_place_is_named(ops: OpTable, name: str, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_the_command_names_the_place(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = replace(OPS, gate_up_act=scaled(OPS.gate_up_act, 1.01))
+    broken = replace(OPS, linear_gate_up_act=scaled(OPS.linear_gate_up_act, 1.01))
     monkeypatch.setattr(command, "target_ops", lambda target: broken)
     assert command.main(["--layers", str(golden_model(tmp_path, "llama3"))]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "the engine and ref part at layers.0.mlp_out"

@@ -35,12 +35,35 @@ def ids_outside_the_table(ops: OpTable) -> list[str]:
     return [] if np.array_equal(y.astype(np.float64), expected, equal_nan=True) else [f"found {y}"]
 
 
+def positions_outside_the_table(ops: OpTable) -> list[str]:
+    """Where either the id or the position is, the whole row is NaN and nothing is read."""
+    table, position_table = np.arange(24).reshape(3, 8).astype(BF16), np.arange(0, 64, 4).reshape(2, 8).astype(BF16)
+    token_ids, positions = (
+        np.array([2, 3, -1, 0, 1, 2, 0], np.int32),
+        np.array([1, 0, 0, 2, -1, 2**31 - 1, 0], np.int32),
+    )
+    y = ops.position_embedding(token_ids, positions, table, position_table)
+    expected = np.full((7, 8), np.nan)
+    expected[0], expected[6] = table[2].astype(float) + position_table[1].astype(float), table[0] + position_table[0]
+    return [] if np.array_equal(y.astype(np.float64), expected, equal_nan=True) else [f"found {y}"]
+
+
 def a_row_past_31_bits(ops: OpTable) -> list[str]:
     """A row of the table more than 2³¹ elements from the first."""
     table = unbacked((3, 2**30 + 8))[:, :8]
     table[2] = np.arange(8)
     y = ops.embedding(np.array([2, 2], np.int32), table)
     return [] if (y == table[2]).all() else [f"found {y}"]
+
+
+def blocks_outside_the_caches(ops: OpTable) -> list[str]:
+    """Where either block is, nothing is copied."""
+    k_from, v_from = (np.arange(first, first + 48).reshape(3, 2, 1, 8).astype(BF16) for first in (0, 100))
+    k_to, v_to = np.zeros((2, 2, 1, 8), BF16), np.zeros((2, 2, 1, 8), BF16)
+    src, dst = np.array([2, 3, -1, 0, 1], np.int32), np.array([1, 0, 0, 2, -1], np.int32)
+    ops.kv_cache_swap(k_from, v_from, k_to, v_to, src, dst)
+    expected = [np.stack([np.zeros((2, 1, 8)), cache[2]]) for cache in (k_from, v_from)]
+    return [] if all((a == b).all() for a, b in zip((k_to, v_to), expected, strict=True)) else [f"found {k_to}, {v_to}"]
 
 
 def a_slot_past_31_bits(ops: OpTable) -> list[str]:
@@ -82,7 +105,8 @@ def a_head_is_normed_whole(ops: OpTable) -> list[str]:
 
 
 EDGES: dict[str, tuple[Callable[[OpTable], list[str]], ...]] = {  # by stem
-    "embedding": (ids_outside_the_table, a_row_past_31_bits),
+    "embedding": (ids_outside_the_table, positions_outside_the_table, a_row_past_31_bits),
+    "kv_cache_copy": (blocks_outside_the_caches,),
     "layernorm": (the_norm_reads_the_rounded_sum, each_head_has_its_bias),
     "rope": (a_slot_past_31_bits, a_head_is_normed_whole),
 }

@@ -37,8 +37,8 @@ MUTANTS = (
         ),
         (
             "row of the neighbour",
-            "x + row * x_stride, size, values);\n  dependency_launch",
-            "x + (row ^ 1) * x_stride, size, values);\n  dependency_launch",
+            "x + row * x_stride, size, values);\n  norm_row",
+            "x + (row ^ 1) * x_stride, size, values);\n  norm_row",
         ),
         (
             "stride of x is its size",

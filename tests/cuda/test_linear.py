@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from conformance.compare import compare
 from conformance.host import MAX_SHARED_BYTES, KernelFault
 from conformance.host_build import CUDA
-from conformance.host_device import HostDevice, Notes
+from conformance.host_device import HostDevice
 from conformance.memory import DTYPES
 from conformance.tolerance import RULE
 from engine.errors import KernelError
@@ -34,6 +34,7 @@ from engine.kernels.linear import (
     linear_gate_up_act,
     logits,
 )
+from engine.kernels.notes import Notes
 from engine.weights import LinearWeight
 from ref.linear import linear as ref_linear
 from ref.numerics import round_to

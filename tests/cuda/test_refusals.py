@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from conformance.case import Case
 from conformance.check import is_floating, stored_dtype, stored_inputs
-from conformance.host_device import Notes
 from conformance.memory import BorderedDevice, DeviceMemory, host_view
 from conformance.suite import cases
 from engine.cpu import sampling
 from engine.errors import KernelError
+from engine.kernels.notes import Notes
 from engine.kernels.table import kernel_ops
 from engine.weights import LinearWeight
 

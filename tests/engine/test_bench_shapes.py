@@ -23,6 +23,8 @@ from tests.engine.engines import tiny_engine
         ("throughput", 10200.0, "met"),
         ("throughput", 9728.0, "ahead of the peer"),
         ("throughput", 9727.0, "BEHIND"),
+        ("cold start", 60.0, "met"),
+        ("cold start", 61.0, "missed"),
     ],
 )
 def test_verdicts(name: str, value: float, verdict: str) -> None:
@@ -31,6 +33,22 @@ def test_verdicts(name: str, value: float, verdict: str) -> None:
 
 def test_another_gpu_has_no_peer() -> None:
     assert Figure("decode 1", 99.0, None, None, None).verdict == ""
+    assert Figure("decode 1", 99.0, None, None, None).share is None
+
+
+def test_shares() -> None:
+    """Of a time and of a rate: half as quick as the limit either way."""
+    assert Figure("decode 1", 8.0, 4.0, None, None).share == 0.5
+    assert Figure("throughput", 6000.0, 12000.0, None, None).share == 0.5
+
+
+def test_prefill_flops() -> None:
+    """By hand: 218 103 808 weights a layer in 32 layers, each in 2 operations a token; 2 · n² · 4096 of causal
+    attention a layer; the head, 4096 × 128256, once."""
+    weights = 4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336
+    assert weights == 218103808
+    assert shapes.prefill_flops("llama-3.1-8b", 2) == 32 * (2 * 2 * weights + 2 * 4 * 4096) + 2 * 4096 * 128256
+    assert round(shapes.prefill_flops("llama-3.1-8b", 8192) / 1e12, 1) == 131.9
 
 
 def test_the_shapes_are_configs_that_are_served(tmp_path: Path) -> None:
@@ -39,6 +57,22 @@ def test_the_shapes_are_configs_that_are_served(tmp_path: Path) -> None:
         config = load_model_config(resolve(str(tmp_path)))
         assert config.n_layers == values["num_hidden_layers"], name
         assert shapes.H200.keys() == shapes.SHAPES.keys()
+
+
+def test_a_figure_is_measured_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """decode is the difference of two medians over 128, and of four runs the first is not counted."""
+    runs: list[tuple[int, int, int]] = []
+
+    def seconds(engine: None, num_requests: int, num_prompt: int, num_output: int, seed: int) -> float:
+        runs.append((num_requests, num_prompt, num_output))
+        return (9.0, 0.3, 0.1, 0.2)[seed] * num_output
+
+    monkeypatch.setattr(shapes, "_seconds", seconds)
+    assert shapes.MEASURES["decode 8"](None) == pytest.approx(1e3 * 0.2)  # type: ignore[arg-type]
+    assert runs == [(8, 1024, 129)] * 4 + [(8, 1024, 1)] * 4
+    assert shapes.MEASURES["prefill 512"](None) == pytest.approx(1e3 * 0.2)  # type: ignore[arg-type]
+    assert shapes.MEASURES["throughput"](None) == pytest.approx(256 / 0.2 / 256 * 256)  # type: ignore[arg-type]
+    assert {*shapes.MEASURES, shapes.START, shapes.COLD} == shapes.H200["llama-3.1-8b"].keys()
 
 
 def test_runs_are_whole(tmp_path: Path) -> None:
@@ -52,7 +86,7 @@ def test_table_and_json() -> None:
     about = {"shape": "llama-3.1-8b", "device": "a GPU"}
     lines = shapes.table(about, figures).splitlines()
     assert lines[0] == "llama-3.1-8b, random weights; a GPU"
-    assert lines[2].split() == ["decode", "1", "4.48", "3.47", "4.4", "4.98", "ahead", "of", "the", "peer"]
+    assert lines[2].split() == ["decode", "1", "4.48", "3.47", "77%", "4.4", "4.98", "ahead", "of", "the", "peer"]
     assert [one["verdict"] for one in json.loads(shapes.as_json(about, figures))["figures"]] == [
         "ahead of the peer",
         "met",

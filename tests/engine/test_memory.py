@@ -17,7 +17,6 @@ from engine.cpu.attention import DECODE_TILE, attention_decode
 from engine.errors import ConfigError
 from engine.kv_cache import CacheSpec, make_kv_cache
 from engine.loop import drain
-from engine.memory import MemoryPlan
 
 CTX, VOCAB = 1024, 4000
 
@@ -87,15 +86,17 @@ def test_too_little_memory_for_one_block_is_a_clear_error(folder: Path, monkeypa
         build(folder)
 
 
-def test_the_table_names_all_uses() -> None:
-    plan = MemoryPlan(
-        weights=538_000_000, kv_pool=64_000_000, workspace=7_000_000, num_blocks=100, block_size=16, max_model_len=800
-    )
-    lines = plan.table().splitlines()
-    assert [line.split()[0] for line in lines] == ["weights", "KV", "workspace", "concurrency"]
-    assert "538 MB" in lines[0]
-    assert "1,600 tokens in 100 blocks" in lines[1]
-    assert "2.0" in lines[3]
+def test_the_table_names_all_uses(folder: Path) -> None:
+    """Name, size, place and lifetime of each buffer, then what the cache holds."""
+    plan = build(folder, num_gpu_blocks_override=64, max_num_seqs=2).memory
+    *lines, last = plan.table().splitlines()
+    names = ["weights", "rope table", "activations, logits", "KV cache"]
+    assert [line.split("  ")[1].strip() for line in lines] == names
+    assert all(f" {buffer.num_bytes / 1e6:,.1f} MB " in line for buffer, line in zip(plan.buffers, lines, strict=True))
+    lifetimes = [line.split("host  ")[1].split("  ")[0] for line in lines]
+    assert lifetimes == ["from start to end", "from start to end", "during a step", "from start to end"]
+    assert plan.bytes_of("rope table") == CTX * 32 * 4
+    assert "1,024 tokens in 64 blocks: 1.0 sequences of 1,024 tokens" in last
 
 
 def test_the_cache_has_what_its_specs_say() -> None:

@@ -13,6 +13,7 @@ from ref.attention import (
     attention_decode_split,
     attention_dense,
     attention_prefill,
+    logn_query,
     logn_scale,
 )
 from ref.kv_cache import kv_cache_slots, kv_cache_write
@@ -202,3 +203,10 @@ def test_values_may_have_a_width_of_their_own() -> None:
 def test_logn_scale_by_hand() -> None:
     """Length 4: the query at 3 is the fourth and the last that stays; that at 15 sees 16 = 4² keys."""
     np.testing.assert_allclose(logn_scale(np.array([0, 3, 7, 15]), 4), [1, 1, 1.5, 2], rtol=1e-15)
+
+
+def test_queries_grow_with_their_position() -> None:
+    q = np.ones((3, 2, 4), np.float32)
+    out = logn_query(q, np.array([15, 0, 7]), 4)
+    assert out.dtype == np.float32
+    np.testing.assert_allclose(out, q * np.array([2, 1, 1.5])[:, None, None], rtol=2**-23)

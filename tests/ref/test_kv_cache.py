@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ref.kv_cache import kv_cache_copy, kv_cache_gather, kv_cache_slots, kv_cache_write
+from ref.kv_cache import kv_cache_copy, kv_cache_gather, kv_cache_slots, kv_cache_swap, kv_cache_write
 
 
 def empty_caches(num_blocks: int, block_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -53,3 +53,27 @@ def test_copy_reads_before_it_writes() -> None:
     kv_cache_copy(k_cache, v_cache, np.array([0, 1]), np.array([1, 0]))
     assert k_cache[:, 0, 0, 0].tolist() == [1, 0, 2]
     assert v_cache[:, 1, 0, 1].tolist() == [-1, 0, -2]
+
+
+def test_swap_out_and_back_in() -> None:
+    """Blocks 2 and 0 to places 1 and 0 of a smaller cache, and from there to blocks 0 and 1."""
+    k_cache, v_cache = np.arange(12.0).reshape(3, 2, 1, 2), -np.arange(12.0).reshape(3, 2, 1, 2)
+    before = k_cache.copy()
+    k_host, v_host = empty_caches(2, 2)
+    kv_cache_swap(k_cache, v_cache, k_host, v_host, np.array([2, 0]), np.array([1, 0]))
+    assert (k_cache == before).all()
+    assert (k_host == before[[0, 2]]).all()
+    assert (v_host == -before[[0, 2]]).all()
+    kv_cache_swap(k_host, v_host, k_cache, v_cache, np.array([1, 0]), np.array([0, 1]))
+    assert (k_cache == before[[2, 0, 2]]).all()
+    assert (v_cache == -before[[2, 0, 2]]).all()
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "outside"),
+    [(3, 0, "3 is outside a cache of 3"), (0, 2, "2 is outside a cache of 2"), (-1, 0, "-1 is")],
+)
+def test_a_block_that_is_not_there_is_refused(src: int, dst: int, outside: str) -> None:
+    caches = (*empty_caches(3, 2), *empty_caches(2, 2))
+    with pytest.raises(IndexError, match=f"block {outside}"):
+        kv_cache_swap(*caches, np.array([src]), np.array([dst]))

@@ -7,6 +7,8 @@ import gguf
 import numpy as np
 import pytest
 
+from conformance.gguf_models import write_gguf as write_by_hand
+from conformance.golden_models import llama_config, llama_tensors, write_checkpoint
 from conformance.rope_table import frequency_arguments
 from engine.checkpoint.gguf_file import read_gguf
 from engine.checkpoint.gguf_llama import model_config_from_gguf
@@ -257,3 +259,18 @@ def test_rope_factors_of_another_kind_are_refused(
 ):
     tensors["rope_freqs.weight"] = np.array(factors, np.float32)
     assert says in refusal(tmp_path, tensors)
+
+
+def test_a_file_written_by_hand_is_the_same_llama(tmp_path: Path):
+    """conformance.gguf_models writes what the gguf package reads, and what the folder of the same weights holds."""
+    config = llama_config(hidden_size=64, intermediate_size=96, vocab_size=GGUF_VOCAB)
+    weights = llama_tensors(config, seed=0)
+    path = write_by_hand(tmp_path / "m.gguf", config, weights)
+    names = {str(tensor.name) for tensor in gguf.GGUFReader(path).tensors}
+    assert names == {*llama_gguf_tensors(np.random.default_rng(0)), "output.weight"}
+    by_file, by_folder = load(path), load(write_checkpoint(tmp_path / "folder", config, weights))
+    assert by_file.arrays.keys() == by_folder.arrays.keys()
+    assert all(np.array_equal(by_file.arrays[name], by_folder.arrays[name]) for name in by_file.arrays)
+    assert by_file.linears.keys() == by_folder.linears.keys()
+    for name, linear in by_file.linears.items():
+        assert np.array_equal(linear.tensors["weight"], by_folder.linears[name].tensors["weight"]), name

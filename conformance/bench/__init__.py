@@ -1,0 +1,1 @@
+"""The kernels' times beside what the machine allows: `python -m conformance.bench`."""

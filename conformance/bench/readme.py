@@ -1,0 +1,195 @@
+"""The tables of README.md that come from stored runs: python -m conformance.bench --readme README.md writes them anew.
+
+Each stands between <!-- name --> and <!-- /name -->; a test holds README.md to what the files in the tree say.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+KERNELS = ROOT / "conformance" / "results"  # bench-h200.json, and bench-h200-sm_86.json for the paths of another arch
+ENGINE = ROOT / "engine" / "bench" / "results"  # h200-llama-3.1-8b.json
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+TOKENWISE = (1, 64, 8192)
+LENGTHS = (2048, 8192, 16384)
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of the table of kernels: rows of one op, one figure each."""
+
+    what: str
+    op: str
+    cases: tuple[str, ...]
+    show: Callable[[Record], str]
+
+
+def _share(row: Record) -> str:
+    return f"{row['share']:.0%}".removesuffix("%")
+
+
+def _time(row: Record) -> str:
+    return f"{row['us']:.3g}" if row["us"] < 1000 else f"{row['us']:.0f}"
+
+
+def _tflops(row: Record) -> str:
+    return f"{row['flops'] / row['us'] * 1e-6:.0f}"
+
+
+def _peer(show: Callable[[Record], str]) -> Callable[[Record], str]:
+    """The same figure of the peer."""
+
+    def shown(row: Record) -> str:
+        if row["peer_us"] is None:
+            return "–"
+        return show({**row, "us": row["peer_us"], "share": row["limit_us"] / row["peer_us"]})
+
+    return shown
+
+
+def lines() -> list[Line]:
+    attention = "attention_decode"
+    long = ("heads=64/8-batch=1-context=131072", "heads=64/8-batch=64-context=4096")
+    batches = tuple(f"heads=32/8-batch={batch}-context=1024" for batch in (1, 8, 32, 64, 128))
+    found = [
+        Line("decode attention, 64 heads, 1 × 128k / 64 × 4k tokens, % of the limit", attention, long, _share),
+        Line("decode attention, 32 heads, 1 / 8 / 32 / 64 / 128 × 1024 tokens, µs", attention, batches, _time),
+    ]
+    for name, label in (("sm90", "with wgmma"), ("portable", "with mma.sync")):
+        cases = tuple(f"{name}-tokens={length}" for length in LENGTHS)
+        what = f"prefill attention {label}, 2k / 8k / 16k tokens, TFLOP/s"
+        found.append(Line(what, "attention_prefill", cases, _tflops))
+    for name, shape in (
+        ("qkv", "6144x4096"),
+        ("o", "4096x4096"),
+        ("gate_up", "28672x4096"),
+        ("down", "4096x14336"),
+        ("lm_head", "128256x4096"),
+    ):
+        cases = tuple(f"{name}-{shape}-tokens={count}" for count in TOKENS)
+        what = f"linear {shape.replace('x', ' × ')}, {' / '.join(map(str, TOKENS))} tokens, % of the limit"
+        found.append(Line(what, "linear", cases, _share))
+    drawn = ("greedy-model", "temperature-model", "top_k-random", "top_p-random", "logprobs-20-model")
+    what = "128 rows of 128 256 logits: greedy / temperature / top-k 50 / top-p 0.9 / 20 logprobs, µs"
+    found.append(Line(what, "sampling", tuple(f"{name}-128x128256" for name in drawn), _time))
+    for op in (
+        *("rmsnorm", "add_rmsnorm", "layernorm", "gate_up_act"),
+        *("rope_kv_write", "qk_norm_rope_kv_write", "embedding"),
+    ):
+        cases = tuple(f"tokens={count}" for count in TOKENWISE)
+        found.append(Line(f"{op}, 1 / 64 / 8192 tokens, µs", op, cases, _time))
+    return found
+
+
+def kernel_table(stored: Sequence[Record]) -> list[str]:
+    """stored: reports of the benchmark on one GPU, the first for its own arch, the others for older ones."""
+    own = stored[0]
+    limits = own["limits"]
+    arches = [report["arch"] for report in stored]
+    table = [
+        f"{own['gpu']}, driver {own['driver']}, {own['cuda']}, CuPy {own['cupy']}, {own['date'][:10]}. Limits measured "
+        f"in the same run: reading {limits['read_tb_per_s']:.2f} TB/s, copying {limits['copy_tb_per_s']:.2f} TB/s, "
+        f"cuBLAS {limits['cublas_tflop_per_s']:.0f} TFLOP/s.",
+        "",
+        f"| what | {' | '.join(arches)} | peer | goal |",
+        f"|---|{'---|' * len(arches)}---|---|",
+    ]
+    for line in lines():
+        shown = [_cells(report, line, line.show) for report in stored]
+        rows = _rows(own, line)
+        peers = list(dict.fromkeys(row["peer"] for row in rows if row["peer"]))
+        peer = f"{' '.join(peers)} {_cells(own, line, _peer(line.show))}" if peers else ""
+        table.append(f"| {line.what} | {' | '.join(shown)} | {peer} | {_goal(rows)} |")
+    return table
+
+
+def _rows(report: Record, line: Line) -> list[Record]:
+    by_case = {row["case"]: row for row in report["rows"] if row["op"] == line.op}
+    return [by_case[case] for case in line.cases if case in by_case]
+
+
+def _cells(report: Record, line: Line, show: Callable[[Record], str]) -> str:
+    return " / ".join(show(row) for row in _rows(report, line)) or "–"
+
+
+def _goal(rows: Sequence[Record]) -> str:
+    """The goals, and the cases that are short of them or behind the peer."""
+    goals = " / ".join(dict.fromkeys(row["goal"] for row in rows if row["goal"]))
+    found = [goals] if goals else []
+    for verdict in ("short", "BEHIND", "WRONG"):
+        names = [re.split("[-=]", row["case"])[-1] for row in rows if row["verdict"] == verdict]
+        if names:
+            found.append(f"{verdict.lower()}: {', '.join(names)}")
+    has_goal = [row for row in rows if row["verdict"]]
+    if has_goal and all(row["verdict"] == "met" for row in has_goal):
+        found.append("met")
+    return "; ".join(found)
+
+
+def engine_table(stored: Record) -> list[str]:
+    """stored: a report of engine.bench offline --model-shape."""
+    units = {"prefill": "tokens, ms", "decode": "× 1024 tokens, ms a token", "throughput": ", tokens/s out"}
+    table = ["| what | Glint | TFLOP/s | vLLM | limit | share | goal | |", "|---|---|---|---|---|---|---|---|"]
+    for one in stored["figures"]:
+        name = one["name"].split()[0]
+        what = f"{one['name']} {units[name]}".replace(" ,", ",") if name in units else f"{one['name']}, s"
+        cells = [
+            "" if one.get(key) is None else form(one[key])
+            for key, form in (
+                ("value", lambda x: f"{x:,.4g}" if x < 1000 else f"{x:,.0f}"),
+                ("tflops", lambda x: f"{x:.0f}"),
+                ("peer", lambda x: f"{x:,g}"),
+                ("limit", lambda x: f"{x:,g}"),
+                ("share", lambda x: f"{x:.0%}"),
+                ("goal", lambda x: f"{x:,g}"),
+            )
+        ]
+        table.append(f"| {what} | {' | '.join(cells)} | {one['verdict'].lower()} |")
+    return table
+
+
+def foreign_table(stored: Record) -> list[str]:
+    """stored: a report of conformance.peers.table."""
+    versions = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
+    table = [f"{stored['gpu']}, {versions}, {stored['date'][:10]}:", "", "| what | passed | failed |", "|---|---|---|"]
+    for run in stored["runs"]:
+        failed = ", ".join(case["case"] for case in run["failed"]) or "–"
+        table.append(f"| `--op {run['op']} --impl {run['impl']}` | {run['passed']} | {failed} |")
+    return table
+
+
+def tables(kernels: Path = KERNELS, engine: Path = ENGINE) -> dict[str, list[str]]:
+    """By the name of the place in README.md; those of which a run is stored."""
+
+    def load(path: Path) -> Record:
+        found: Record = json.loads(path.read_text("utf-8"))
+        return found
+
+    found = {}
+    own = kernels / "bench-h200.json"
+    if own.is_file():
+        found["gpu-kernels"] = kernel_table([load(own), *map(load, sorted(kernels.glob("bench-h200-sm_*.json")))])
+    if (engine / "h200-llama-3.1-8b.json").is_file():
+        found["gpu-engine"] = engine_table(load(engine / "h200-llama-3.1-8b.json"))
+    if (kernels / "foreign-h200.json").is_file():
+        found["foreign"] = foreign_table(load(kernels / "foreign-h200.json"))
+    return found
+
+
+def with_tables(text: str, found: Mapping[str, Sequence[str]]) -> str:
+    """README's text with these tables in their places. Raises ValueError where there is no such place."""
+    for name, table in found.items():
+        place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        if not place.search(text):
+            raise ValueError(f"README.md has no place <!-- {name} --> … <!-- /{name} -->")
+        body = "\n".join(table) + "\n"
+        text = place.sub(lambda match, body=body: f"{match[1]}{body}{match[2]}", text)  # type: ignore[misc]
+    return text

@@ -1,0 +1,1 @@
+"""The starter model through the engine, against what transformers makes of it."""

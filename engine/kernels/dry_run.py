@@ -1,0 +1,102 @@
+"""Which kernels a model needs, before its weights are there: its steps are run on a device that only takes notes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from engine.api import SamplingParams
+from engine.batch import ForwardBatch
+from engine.checkpoint.loader import EMBEDDING, HEAD
+from engine.comm.communicator import OneRank
+from engine.config import ModelConfig, StepLimits
+from engine.forward import EagerForward
+from engine.kernels.embedding import embedding
+from engine.kernels.notes import Notes
+from engine.kernels.sampling import KernelSampling
+from engine.kernels.table import kernel_ops
+from engine.kv_cache import make_kv_cache
+from engine.models.registry import ARCHITECTURES
+from engine.rope_table import RopeTable
+from engine.sampler import Sampler
+from engine.weights import LinearWeight, WeightMap, Weights
+
+LINEAR_ROWS = (*range(1, 33), *range(40, 257, 8), 512)  # a linear layer's kernel goes by the number of rows
+BLOCK_SIZE = 16
+TABLE_WIDTH = 512  # blocks of the longest sequence: long enough to be split
+SAMPLINGS = (  # that together need every kernel of the sampler
+    SamplingParams(temperature=0.0),
+    SamplingParams(
+        top_p=0.9, top_k=10, presence_penalty=0.5, logit_bias={0: 1.0}, logprobs=2, allowed_token_ids=(0, 1, 2)
+    ),
+)
+
+
+def run_dry(config: ModelConfig, dtype: Any, limits: StepLimits, notes: Notes) -> None:
+    """Notes every launch that steps of a model can need, up to these limits, sampling included.
+
+    Args:
+        dtype: of weights and activations, bfloat16 or float16.
+    Raises:
+        KernelError: the model needs what has no kernel.
+    """
+    one_layer = replace(config, n_layers=1)  # the others launch the same
+    architecture = ARCHITECTURES[config.architecture]
+    ops = kernel_ops(notes, KernelSampling(notes, limits.max_num_seqs))
+    model = architecture.build(one_layer, _blank_weights(architecture.weight_map(one_layer), dtype), ops)
+    cache = make_kv_cache(model.cache_specs, 1, BLOCK_SIZE, dtype)
+    rope = RopeTable(config.rope, config.rotary_dim, 1)
+    forward = EagerForward(model, OneRank(ops), cache, rope, limits.max_num_seqs)
+    for batch in _batches(config.rotary_dim, limits):
+        hidden = forward(batch)
+        model.logits(embedding(batch.logits_indices, hidden, device=notes))
+        embedding(batch.positions, rope.table, device=notes)
+    for sampling in SAMPLINGS:
+        sampler = Sampler(config.vocab_size, 1, ops.sampling)
+        sampler.add(0, sampling, seed=0, prompt_ids=(0, 1))
+        logits = notes.empty((1, config.vocab_size), np.float32)
+        with np.errstate(divide="ignore"):  # the kernels have left every sum at 0
+            sampler.sample(logits, np.zeros(1, np.int32))
+
+
+def _batches(rotary_dim: int, limits: StepLimits) -> Iterator[ForwardBatch]:
+    """Of every size that meets a kernel of its own: one prompt, and as many sequences that decode."""
+    for size in LINEAR_ROWS:
+        if size <= limits.max_num_batched_tokens:
+            yield _batch(size, 1, rotary_dim)
+        if size <= limits.max_num_seqs:
+            yield _batch(size, size, rotary_dim)
+
+
+def _batch(num_tokens: int, num_seqs: int, rotary_dim: int) -> ForwardBatch:
+    bounds = np.linspace(0, num_tokens, num_seqs + 1).astype(np.int32)
+    each, of_all = np.zeros(num_tokens, np.int32), np.zeros(num_seqs, np.int32)
+    return ForwardBatch(
+        token_ids=each,
+        positions=each,
+        cu_seqlens_q=bounds,
+        seq_lens=np.diff(bounds),
+        slot_mapping=each,
+        block_table=np.zeros((num_seqs, TABLE_WIDTH), np.int32),
+        logits_indices=bounds[1:] - 1,
+        rope_cos_sin=np.zeros((num_tokens, rotary_dim), np.float32),
+        two_way_lens=of_all,
+        num_decodes=num_seqs if num_seqs == num_tokens else 0,
+    )
+
+
+def _blank_weights(weight_map: WeightMap, dtype: Any) -> Weights:
+    """Of zeros, which take no memory before they are touched."""
+    arrays = {spec.dest: np.zeros(spec.shape, dtype) for spec in weight_map.arrays}
+    linears = {}
+    for spec in weight_map.linears:
+        weight = np.zeros((spec.out_features, spec.in_features), dtype)
+        bias = np.zeros(spec.out_features, dtype) if spec.bias else None
+        linears[spec.dest] = LinearWeight("dense", spec.out_features, spec.in_features, {"weight": weight}, bias)
+    if weight_map.tied:
+        table = arrays[EMBEDDING]
+        linears[HEAD] = LinearWeight("dense", table.shape[0], table.shape[1], {"weight": table})
+    return Weights(linears, arrays)

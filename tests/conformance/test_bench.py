@@ -1,0 +1,373 @@
+"""python -m conformance.bench without a GPU: counts, limits and verdicts by hand, rows on the CPU's op table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conformance.bench import __main__ as command
+from conformance.bench import measure as measuring
+from conformance.bench import place as place_module
+from conformance.bench import rows_attention, rows_linear, rows_sampling, rows_tokens, table
+from conformance.bench.measure import kernels_of_rows, measure, num_calls, num_passes
+from conformance.bench.place import Place
+from conformance.bench.readme import ROOT, foreign_table, kernel_table, tables, with_tables
+from conformance.bench.row import Goal, Rates, Row, Work, limit_of
+from conformance.bench.table import Figure
+from conformance.machines import MachineMissing
+from engine.errors import KernelError
+from engine.kernels.device import Instance
+from engine.kernels.notes import Notes
+from engine.ops import OpTable, cpu_ops
+
+RATES = Rates(read=4e12, copy=2e12, flops=5e14)
+ROWS = command.all_rows()
+
+
+@pytest.fixture(autouse=True)
+def _few_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place_module, "POOL", 5003)
+
+
+class Clock:
+    """A timer that runs what it is given and says how long that took: a microsecond a call."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self.stream = 0
+
+    def microseconds(self, calls: Sequence[Any]) -> float:
+        for call in calls:
+            call()
+        self.counts.append(len(calls))
+        return float(len(calls))
+
+    def rates(self, place: Place) -> Rates:
+        return RATES
+
+
+def row_named(op: str, name: str) -> Row:
+    return next(row for row in ROWS if (row.op, row.name) == (op, name))
+
+
+def small_rows() -> list[Row]:
+    """One of every op, on sizes for a CPU."""
+    return [
+        rows_attention.decode_row(16, 2, 100, 160),
+        rows_attention.prefill_row(True, 70, 100.0, None),
+        rows_linear.linear_row("qkv", 3, 96, 64),
+        rows_linear.linear_row("lm_head", 3, 96, 64),
+        rows_linear.gated_row(3, 96, 64),
+        *rows_sampling.rows(3, 1000),
+        *rows_tokens.rows_of(5, 64, 96, 50, 4),
+    ]
+
+
+SMALL = small_rows()
+
+
+def cpu_place(ops: OpTable | None = None) -> Place:
+    return Place(Notes(), cpu_ops() if ops is None else ops, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "work"),
+    [
+        ("attention_decode", "heads=64/8-batch=64-context=4096", (1073741824 + 1048576, 1048576, 8589934592)),
+        ("attention_prefill", "sm90-tokens=8192", (33554432 + 67108864, 67108864, 549755813888)),
+        ("linear", "qkv-6144x4096-tokens=8", (50331648 + 65536, 98304, 402653184)),
+        ("linear", "lm_head-128256x4096-tokens=1", (1050673152 + 8192, 513024, 1050673152)),
+        ("sampling", "greedy-model-128x128256", (65667072, 1024, 0)),
+        ("rmsnorm", "tokens=64", (524288 + 8192, 524288, 0)),
+        ("add_rmsnorm", "tokens=64", (1048576 + 8192, 1048576, 0)),
+        ("layernorm", "tokens=1", (16384, 8192, 0)),
+        ("gate_up_act", "tokens=64", (3670016, 1835008, 0)),
+        ("rope_kv_write", "tokens=1", (12288 + 512 + 4, 12288, 0)),
+        ("qk_norm_rope_kv_write", "tokens=1", (12288 + 512 + 4 + 512, 12288, 0)),
+        ("embedding", "tokens=64", (524288 + 256, 524288, 0)),
+        ("position_embedding", "tokens=64", (1048576 + 512, 524288, 0)),
+        ("add_layernorm", "tokens=64", (1048576 + 8192, 1048576, 0)),
+        ("act", "tokens=64", (1835008, 1835008, 0)),
+        ("kv_cache_write", "tokens=64", (262144 + 256, 262144, 0)),
+        ("logn_query", "tokens=64", (524288 + 256, 524288, 0)),
+        ("linear_gate_up_act", "gate_up-28672x4096-tokens=8", (234881024 + 65536, 229376, 1879048192)),
+    ],
+)
+def test_bytes_and_flops(op: str, name: str, work: tuple[int, int, int]) -> None:
+    """Weights, keys, values and tokens once each: 64 · 4096 · 8 · 128 · 2 caches · 2 bytes, and so on."""
+    assert row_named(op, name).work == Work(*work)
+
+
+def test_names_are_unique_and_every_kernel_op_is_there() -> None:
+    names = [(row.op, row.name) for row in ROWS]
+    assert len(set(names)) == len(names)
+    assert {row.op for row in ROWS} == {row.op for row in SMALL}
+
+
+def test_limit() -> None:
+    """Of reading, of copying where more than a tenth is written, of computing: whichever takes longest."""
+    assert limit_of(Work(4_000_000, 0), RATES) == 1.0
+    assert limit_of(Work(4_000_000, 400_000), RATES) == pytest.approx(1.1)
+    assert limit_of(Work(4_000_000, 4_000_000), RATES) == 4.0
+    assert limit_of(Work(4_000_000, 0, 10**9), RATES) == 2.0
+
+
+def test_goals() -> None:
+    work = Work(0, 0, 900_000_000)
+    assert Goal(share=0.8).reached_at(work, 4.0) == 5.0
+    assert Goal(tflops=450).reached_at(work, 4.0) == 2.0
+    assert Goal(microseconds=60).reached_at(work, 4.0) == 60.0
+    assert list(map(str, (Goal(share=0.85), Goal(tflops=450), Goal(microseconds=60)))) == ["85%", "450 TF", "60 µs"]
+
+
+@pytest.mark.parametrize(
+    ("time", "changes", "verdict"),
+    [
+        (10.0, {}, "met"),
+        (10.1, {}, "short"),
+        (10.1, {"goal": None}, ""),
+        (12.2, {}, "short"),  # what two runs of the same differ by
+        (12.3, {}, "BEHIND"),
+        (9.0, {"others": {"cuBLAS": 8.0}}, "BEHIND"),
+        (9.0, {"peer": "", "others": {"cuBLAS": 8.0}}, "met"),
+        (12.3, {"peer_tflops": 0.0}, "short"),
+        (9.0, {"problem": "y is wrong"}, "WRONG"),
+    ],
+)
+def test_verdicts(time: float, changes: dict[str, Any], verdict: str) -> None:
+    """A goal of 80 % of 8 µs, and a peer that is known to do 1.2 GFLOP at 100 TFLOP/s: 12 µs."""
+    figure = Figure(
+        **{
+            **{"op": "linear", "name": "n", "microseconds": time, "work": Work(32, 0, 1_200_000_000), "limit": 8.0},
+            **{"goal": Goal(share=0.8), "peer": "cuBLAS", "peer_tflops": 100.0, **changes},
+        }
+    )
+    assert figure.verdict == verdict
+    assert table.status([figure]) == (verdict in ("WRONG", "BEHIND"))
+
+
+def test_buffers_are_more_than_a_cache_holds() -> None:
+    assert [num_calls(size) for size in (1000, 100_000_000, 10**9)] == [128, 4, 3]
+    assert num_passes(1000, 0.1) == 1, "small ones do not push each other out, so that each is used once"
+    assert num_passes(100_000_000, 100.0) == 5, "four calls of 100 µs are 0.4 ms of 2"
+    assert num_passes(10**9, 4000.0) == 1
+
+
+@pytest.mark.parametrize("row", SMALL, ids=[f"{row.op}-{row.name}" for row in SMALL])
+def test_a_right_answer(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "MOST", 2)
+    figure = measure(row, cpu_place(), Clock(), RATES)
+    assert figure.problem == ""
+    assert figure.error <= figure.tolerance
+
+
+def off(value: Any) -> Any:
+    """An answer with one element wrong, near its end."""
+    array = np.array(value[0] if isinstance(value, tuple) else value)
+    array.reshape(-1)[-1] += 1
+    return (array, *value[1:]) if isinstance(value, tuple) else array
+
+
+@pytest.mark.parametrize("row", SMALL, ids=[f"{row.op}-{row.name}" for row in SMALL])
+def test_a_wrong_answer(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "MOST", 2)
+    good = cpu_ops()
+    sampling = good.sampling
+    bad_sampling: Any = SimpleNamespace(
+        sample_rows=lambda *args, **kwargs: off(sampling.sample_rows(*args, **kwargs)[::-1])[::-1],
+        token_logprobs=lambda *args, **kwargs: off(sampling.token_logprobs(*args, **kwargs)),
+    )
+    op = "logits" if "lm_head" in row.name else row.op
+    if op == "sampling":
+        ops = replace(good, sampling=bad_sampling)
+    elif op == "kv_cache_write":
+        ops = replace(good, kv_cache_write=lambda *args: None)
+    else:
+        function = getattr(good, op)
+        ops = replace(good, **{op: lambda *args, **kwargs: off(function(*args, **kwargs))})
+    figure = measure(row, cpu_place(ops), Clock(), RATES)
+    assert figure.verdict == "WRONG"
+    assert table.status([figure]) == 1
+
+
+def test_the_very_launches_are_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often as calls and passes say; of a linear layer the vendor's library beside them."""
+    monkeypatch.setattr(measuring, "COLD_BYTES", 0)
+    monkeypatch.setattr(measuring, "FEWEST", 2)
+    clock = Clock()
+    place = Place(Notes(num_sms=132, max_shared_bytes=227 << 10, has_wgmma=True))
+    figure = measure(rows_linear.linear_row("qkv", 2, 256, 128), place, clock, RATES)
+    passes = measuring.MOST_PASSES
+    assert clock.counts == [2 * passes, 2 * passes]
+    assert figure.microseconds == 1.0
+    assert figure.others == {"cuBLAS": 1.0}
+    assert [kernel.stem for kernel in figure.kernels if kernel] == ["linear"]
+
+
+def test_where_the_library_is_chosen_it_is_its_own_peer() -> None:
+    place = Place(Notes())
+    figure = measure(rows_linear.linear_row("qkv", 256, 64, 128), place, Clock(), RATES)
+    assert figure.launched == "cuBLAS"
+    assert figure.peer_time == figure.microseconds
+
+
+def test_rivals_are_run_on_the_same_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "MOST", 1)
+    seen = []
+
+    def rivals(op: str, inputs: Any) -> dict[str, Any]:
+        return {"other": lambda: seen.append((op, sorted(inputs)))}
+
+    row = next(row for row in SMALL if row.op == "rmsnorm")
+    figure = measure(row, cpu_place(), Clock(), RATES, rivals)
+    assert figure.others == {"other": 1.0}
+    assert seen[0] == ("rmsnorm", ["eps", "weight", "x"])
+
+
+def test_kernels_are_known_before_the_first_launch() -> None:
+    notes = Notes(num_sms=132, max_shared_bytes=227 << 10, has_wgmma=True)
+    places = {False: Place(notes, dry=True), True: Place(notes, dry=True, has_wgmma=False)}
+    stems = {kernel.stem for kernel in kernels_of_rows(ROWS, places)}
+    assert {"attention_decode", "attention_prefill", "attention_prefill_sm90", "linear", "rmsnorm", "rope"} <= stems
+    portable = [row for row in ROWS if row.portable]
+    assert {kernel.stem for kernel in kernels_of_rows(portable, places)} == {"attention_prefill"}
+
+
+def test_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def missing() -> None:
+        raise MachineMissing("looked for an NVIDIA GPU, and found none")
+
+    monkeypatch.setattr(command, "find_cupy", missing)
+    assert command.main([]) == 2
+    assert capsys.readouterr().err == "python -m conformance.bench: looked for an NVIDIA GPU, and found none\n"
+
+
+def test_no_such_row(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--op", "rmsnorm", "--filter", "tokens=7"]) == 2
+    assert "no row has --op rmsnorm" in capsys.readouterr().err
+    assert command.main(["--op", "rmsnorm", "--filter", "tokens=64", "--list"]) == 0
+    assert capsys.readouterr().out == "rmsnorm tokens=64\n"
+
+
+@pytest.fixture
+def silent_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that launches nothing, so that its answers are zeros."""
+
+    class Gpu(Notes):
+        arch = "sm_90"
+
+        def __init__(self, cache: Path, arch: str | None) -> None:
+            super().__init__()
+            self.arch = arch or self.arch
+
+        def prepare(self, kernels: Sequence[Instance]) -> None:
+            pass
+
+    pool = SimpleNamespace(free_all_blocks=lambda: None)
+    cupy = SimpleNamespace(get_default_memory_pool=lambda: pool)
+    about = {"gpu": "NVIDIA H200", "driver": "580.1", "cuda": "runtime 13000, NVRTC 13.0", "cupy": "14.2.0"}
+    modules = SimpleNamespace(import_module=lambda name: SimpleNamespace(Gpu=Gpu))
+    monkeypatch.setattr(command, "find_cupy", lambda: cupy)
+    monkeypatch.setattr(command, "about_gpu", lambda cupy, compiler: about)
+    monkeypatch.setattr(command, "GraphTimer", lambda cupy: Clock())
+    monkeypatch.setattr(command, "importlib", modules)
+    monkeypatch.setattr(command, "all_rows", lambda: [row_named("rmsnorm", "tokens=1"), SMALL[2]])
+
+
+@pytest.mark.usefixtures("silent_gpu")
+def test_a_kernel_that_is_refused_is_a_failure_of_its_row_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(row: Row, *args: Any) -> Figure:
+        if row.op == "rmsnorm":
+            raise KernelError("rmsnorm: invalid argument")
+        return measure(row, *args)
+
+    monkeypatch.setattr(command, "measure", refused)
+    file = tmp_path / "bench.json"
+    assert command.main(["--json", str(file)]) == 1
+    assert "    raised KernelError: rmsnorm: invalid argument\n" in capsys.readouterr().out
+    first, second = json.loads(file.read_text("utf-8"))["rows"]
+    assert (first["us"], first["verdict"], second["us"]) == (None, "WRONG", 1.0)
+
+
+@pytest.mark.usefixtures("silent_gpu")
+def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bench.json"
+    assert command.main(["--json", str(file), "--arch", "sm_86"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "NVIDIA H200, driver 580.1, runtime 13000, NVRTC 13.0, kernels for sm_86"
+    assert "read 4.00 TB/s, copy 2.00 TB/s, cuBLAS 500 TFLOP/s" in lines[1]
+    assert lines[3].split()[:4] == ["rmsnorm", "tokens=1", "1.00", "0.01"]
+    assert "WRONG" in lines[3]
+    assert lines[-1] == "2 rows: 0 met their goal, 0 short of it, 0 behind the peer, 2 wrong"
+    report = json.loads(file.read_text("utf-8"))
+    assert (report["gpu"], report["arch"], report["limits"]["read_tb_per_s"]) == ("NVIDIA H200", "sm_86", 4.0)
+    assert report["date"]
+    assert all(len(digest) == 64 for digest in report["kernels"].values())
+    assert report["kernels"].keys() == {"rmsnorm", "linear"}
+    assert report["rows"][0] == {
+        **{"op": "rmsnorm", "case": "tokens=1", "us": 1.0, "bytes": 24576, "flops": 0, "limit_us": 24576 / 2e6},
+        **{"share": 24576 / 2e6, "goal": None, "goal_us": None, "peer": None, "peer_us": None, "others_us": {}},
+        **{"verdict": "WRONG", "launched": "rmsnorm<bf16, 1>"},
+        **{name: report["rows"][0][name] for name in ("error", "tolerance")},
+    }
+
+
+def test_a_line() -> None:
+    figure = Figure(
+        **{"op": "linear", "name": "qkv", "microseconds": 10.0, "work": Work(32_000_000, 0, 10**6), "limit": 8.0},
+        **{"goal": Goal(share=0.8), "peer": "cuBLAS", "others": {"cuBLAS": 12.0, "torch": 13.0}},
+        kernels=(Instance("linear", "linear_skinny<bf16>"), None),
+    )
+    assert table.line(figure).split() == [
+        *("linear", "qkv", "10.00", "8.00", "80%", "3.20", "TB/s", "80%", "12.00", "met", "torch", "13.00"),
+        *("linear_skinny<bf16>", "+", "cuBLAS"),
+    ]
+    assert replace(figure, work=Work(10**6, 0, 4 * 10**9)).rate == "400 TF/s"
+
+
+def stored(arch: str, verdict: str) -> dict[str, Any]:
+    row = {"op": "linear", "us": 10.0, "limit_us": 8.0, "share": 0.8, "flops": 0, "goal": "85%", "verdict": verdict}
+    cases = [f"qkv-6144x4096-tokens={count}" for count in (1, 2)]
+    return {
+        **{"gpu": "NVIDIA H200", "driver": "580.1", "cuda": "runtime 13000, NVRTC 13.0", "cupy": "14.2.0"},
+        **{"date": "2026-01-02T03:04:05+00:00", "arch": arch},
+        "limits": {"read_tb_per_s": 4.0, "copy_tb_per_s": 2.0, "cublas_tflop_per_s": 500.0},
+        "rows": [{**row, "case": case, "peer": "cuBLAS", "peer_us": 16.0} for case in cases],
+    }
+
+
+def test_table_of_kernels() -> None:
+    lines = kernel_table([stored("sm_90", "short"), stored("sm_80", "")])
+    assert lines[2] == "| what | sm_90 | sm_80 | peer | goal |"
+    linear = next(line for line in lines if "6144" in line)
+    assert linear.endswith("| 80 / 80 | 80 / 80 | cuBLAS 50 / 50 | 85%; short: 1, 2 |")
+
+
+def test_table_of_others() -> None:
+    failed = [{"stem": "layernorm", "case": "odd", "status": "FAIL", "error": 1.0, "tolerance": 0.1}]
+    runs = [{"op": "layernorm", "impl": "a:layernorm", "passed": 3, "failed": failed}]
+    lines = foreign_table({"gpu": "a GPU", "versions": {"torch": "2.11"}, "date": "2026-01-02T03", "runs": runs})
+    assert lines[0] == "a GPU, torch 2.11, 2026-01-02:"
+    assert lines[-1] == "| `--op layernorm --impl a:layernorm` | 3 | odd |"
+
+
+def test_tables_go_to_their_places() -> None:
+    text = "a\n<!-- x -->\nold\n<!-- /x -->\nb\n"
+    assert with_tables(text, {"x": ["new", "lines"]}) == "a\n<!-- x -->\nnew\nlines\n<!-- /x -->\nb\n"
+    with pytest.raises(ValueError, match="<!-- y -->"):
+        with_tables(text, {"y": []})
+
+
+def test_readme_says_what_the_stored_runs_say() -> None:
+    """python -m conformance.bench --readme README.md makes it so."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert with_tables(text, tables()) == text

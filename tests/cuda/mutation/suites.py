@@ -1,0 +1,142 @@
+"""What must find a mutant: the cases and edges that `make test` runs on the kernels of its file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+from conformance.case import Case
+from conformance.check import check
+from conformance.host import KernelFault
+from conformance.host_build import CUDA
+from conformance.host_device import ORDERS, HostDevice
+from conformance.machines import host_machine, kernels_of
+from conformance.suite import quick
+from engine.cpu import sampling as cpu_sampling
+from engine.kernels.device import Instance
+from engine.kernels.table import kernel_ops
+from tests.conformance.test_kernel_cases import HOST, is_slow
+from tests.cuda import test_linear, test_sampling
+from tests.cuda.edges import EDGES
+
+GPU_ONLY = ("_sm90",)  # endings of .cu files
+NOT_RUN = ("ptx.cuh", "ptx_sm90.cuh")  # headers of inline PTX, for which cuda/host/ptx.h stands
+SHARED = {  # header → whose cases must find its mutants, in this order
+    "include/activation.cuh": ("activation", "linear"),
+    "include/dtype.cuh": ("rmsnorm", "embedding"),
+    "include/ranked_row.cuh": ("sampling", "sampling_logprobs", "sampling_edits"),
+    "include/reduce.cuh": ("rmsnorm", "rope"),
+    "include/row.cuh": ("rmsnorm", "layernorm"),
+    "include/vec.cuh": ("rmsnorm", "embedding", "linear_tiles", "sampling"),
+}
+
+
+def files() -> list[str]:
+    """The portable files of cuda/ that a CPU compiles."""
+    kernels = [path.name for path in sorted(CUDA.glob("*.cu")) if not path.stem.endswith(GPU_ONLY)]
+    return [
+        *kernels,
+        *(f"include/{path.name}" for path in sorted(CUDA.glob("include/*.cuh")) if path.name not in NOT_RUN),
+    ]
+
+
+def stems_of(file: str) -> tuple[str, ...]:
+    return SHARED[file] if file in SHARED else (file.removesuffix(".cu"),)
+
+
+@cache
+def _launched() -> list[tuple[Case, list[Instance]]]:
+    """The cases, each with the kernels that it launches, found by a dry run; whole models are left to others."""
+    cases = [case for case in HOST if not is_slow(case) and case.stem != "llama"]
+    return [(case, list(kernels_of([case], HostDevice()))) for case in cases]
+
+
+@cache
+def cases_of(stem: str) -> list[Case]:
+    """Those that launch a kernel of a .cu."""
+    return [case for case, kernels in _launched() if any(kernel.stem == stem for kernel in kernels)]
+
+
+@cache
+def of_one_instance(stem: str) -> list[Case]:
+    """Those of them that need but one instance of each kernel, the one that most cases need: a quick build."""
+    of_stem = [(case, {one for one in kernels if one.stem == stem}) for case, kernels in _launched()]
+    counts = Counter(one for _, kernels in of_stem for one in sorted(kernels, key=str))
+    usual: dict[str, Instance] = {}
+    for instance, _ in counts.most_common():
+        usual.setdefault(instance.entry.partition("<")[0], instance)
+    return [case for case, kernels in of_stem if kernels and kernels <= set(usual.values())]
+
+
+def first_finding(stem: str, folder: Path) -> str:
+    """The first thing that is wrong with the kernels of a stem in a copy of cuda/; "" = nothing.
+
+    Raises:
+        BuildError: it does not compile.
+    """
+    for cases in (of_one_instance(stem), cases_of(stem)):
+        if found := _of_cases(cases, folder):
+            return found
+    try:
+        for edge in EDGES.get(stem, ()):
+            for order in ORDERS:
+                if problems := edge(kernel_ops(HostDevice(*order, folder=folder), cpu_sampling)):
+                    return f"{edge.__name__}: {problems[0]}"
+        return MORE[stem](stem, folder) if stem in MORE else ""
+    except (KernelFault, AssertionError) as fault:
+        return f"{type(fault).__name__} {fault}"
+
+
+def watched_finding(stem: str, folder: Path, sanitizer: str) -> str:
+    """What a sanitizer sees in a few cases; "" = nothing."""
+    edits = [case for case in cases_of(stem) if case.name.startswith("edits")]
+    return _of_cases([*quick(cases_of(stem)), *edits], folder, sanitizer)
+
+
+def _of_cases(cases: list[Case], folder: Path, sanitizer: str = "") -> str:
+    machine = host_machine(cases, folder=folder, sanitizer=sanitizer)
+    for case in cases:
+        problems = check(case, machine.ops, memory=machine.memory, repeats=not sanitizer).problems
+        if problems:
+            return f"{case.name}: {problems[0]}"
+    return ""
+
+
+SAMPLING_DEVICE = test_sampling.device  # before anybody has put another in its place
+
+
+def _sampling_tests(stem: str, folder: Path) -> str:
+    """Of test_sampling, which gets its kernels from this folder; in a process that does nothing else."""
+    test_sampling.device = partial(SAMPLING_DEVICE, folder=folder)  # type: ignore[assignment]
+    if stem == "sampling":
+        test_sampling.test_greedy_over_parts_of_a_row_launch_after_launch()
+        test_sampling.test_rows_that_cannot_be_sampled_say_so_and_touch_nobody()
+    test_sampling.test_the_sampler_over_kernels_gives_what_it_gives_over_numpy()
+    return test_sampling.finding(folder, stem)
+
+
+def _linear_tests(stem: str, folder: Path) -> str:
+    """Of test_linear, in the same way."""
+    test_linear.HostDevice = partial(HostDevice, folder=folder)  # type: ignore[misc]
+    is_of_stem = {"linear": test_linear.Skinny, "linear_tiles": test_linear.Tiles}[stem].__instancecheck__
+    for choice, storage, shapes in filter(lambda run: is_of_stem(run[0]), test_linear.RUNS.values()):
+        for shape in shapes:
+            for order in test_linear.ORDERS:
+                if problems := test_linear.problems(test_linear.device(order), choice, shape, storage):
+                    return problems[0]
+    for choice, gated, activation in filter(lambda run: is_of_stem(run[0]), test_linear.GATED.values()):
+        test_linear.test_gated_is_linear_and_then_the_activation(choice, gated, activation)
+    test_linear.test_float32_out(test_linear.SKINNY if stem == "linear" else test_linear.TILES)
+    test_linear.test_nothing_outside_is_touched(test_linear.SKINNY if stem == "linear" else test_linear.SPLIT)
+    return ""
+
+
+MORE: dict[str, Callable[[str, Path], str]] = {  # they may raise AssertionError or KernelFault instead
+    "linear": _linear_tests,
+    "linear_tiles": _linear_tests,
+    "sampling": _sampling_tests,
+    "sampling_edits": _sampling_tests,
+    "sampling_logprobs": _sampling_tests,
+}

@@ -27,13 +27,28 @@ constexpr int kStep = 2 * kPackedStep;  // columns of a step
 constexpr int kRowBytes = 2 * kStep;    // of a step of a token
 constexpr int kPieces = kRowBytes / 16;
 
+template <int kCount>  // 2 or 4 numbers beside each other, at a multiple of as many bytes as they take
+__device__ __forceinline__ void load_words(const unsigned* from, unsigned (&to)[kCount]) {
+  static_assert(kCount == 2 || kCount == 4, "");
+  if constexpr (kCount == 4) {
+    const uint4 all = load16(from);
+    to[0] = all.x, to[1] = all.y, to[2] = all.z, to[3] = all.w;
+  } else {
+    to[0] = from[0], to[1] = from[1];
+  }
+}
+template <int kCount>
+__device__ __forceinline__ void load_words(const unsigned short* from, unsigned (&to)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) to[i] = reinterpret_cast<const unsigned*>(from)[i];
+}
+
 template <typename T, typename Y, Activation kActivation, bool kZeros, int kGroups, int kRowTiles, int kTokenTiles,
           int kWarps, int kStages>
 __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16 / kWarps : 1)
     linear_w4(const T* x, const unsigned* __restrict__ weight, const fp16* __restrict__ scales,
               const unsigned char* __restrict__ zeros, const T* __restrict__ bias, Y* y, float* partials,
-              unsigned* counters, int num_tokens, int out_features, int in_features, int group_shift, int num_prefetched,
-              index_t x_stride) {
+              unsigned* counters, int num_tokens, int out_features, int in_features, int group_shift, index_t x_stride) {
   constexpr int kTokens = 8 * kTokenTiles, kRows = 16 * kRowTiles, kThreads = 32 * kWarps;
   constexpr bool kGated = kActivation != kNone;
   constexpr int kOuts = kGated ? kRows / 2 : kRows;
@@ -41,10 +56,10 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
   dependency_launch();  // what comes after may fetch its own weights; it waits for y by itself
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, pair = lane % 4;
-  const int num_steps = (in_features + kStep - 1) / kStep, num_row_tiles = (out_features + 15) / 16;
+  const int num_steps = (in_features + kStep - 1) / kStep, num_quads = (out_features + 63) / 64;  // of row tiles
   const int size = kGated ? out_features / 2 : out_features;
   const int last_group = (in_features - 1) / (kStep / kGroups) >> group_shift;
-  const index_t all_steps = static_cast<index_t>((num_row_tiles + kRowTiles - 1) / kRowTiles) * num_steps;
+  const index_t all_steps = static_cast<index_t>(num_quads * (4 / kRowTiles)) * num_steps;
   const auto begin_of = [&](int block) { return static_cast<int>(block * all_steps / gridDim.x); };
   const auto block_of = [&](int step) { return static_cast<int>(((step + 1ll) * gridDim.x - 1) / all_steps); };
   const int begin = begin_of(blockIdx.x), end = begin_of(blockIdx.x + 1);
@@ -54,31 +69,25 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
   float* const parts = reinterpret_cast<float*>(dynamic_shared<unsigned char>() + kWarps * kStages * stage_bytes);
   unsigned* const before = reinterpret_cast<unsigned*>(parts + kWarps * 8 * kPitch);
 
-  // What this warp loads next: step `next` of all, which is step `step_at` of tile `tile_at`; offsets of its row tiles.
+  // What this warp loads next: step `next` of all, which is step `step_at` of tile `tile_at`.
   int next = begin + warp, tile_at = next / num_steps, step_at = next % num_steps;
-  unsigned row_tile[kRowTiles];
-  const auto place_tile = [&] {
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) row_tile[i] = min(tile_at * kRowTiles + i, num_row_tiles - 1);
-  };
+  const unsigned tile_stride = num_steps * 64u;  // 16 bytes each, of which there are fewer than 2^32
   const auto advance = [&] {
     next += kWarps, step_at += kWarps;
     if (step_at < num_steps) return;
     tile_at += step_at / num_steps, step_at %= num_steps;
-    place_tile();
   };
-  const auto address_of = [&](int i, int half) {  // in units of 16 bytes: fewer than 2^32 of them
-    return reinterpret_cast<const uint4*>(weight) + ((row_tile[i] * num_steps + step_at) * 64u + (half * 32u + lane));
-  };
+  const auto first_address = [&] { return tile_at * kRowTiles * tile_stride + step_at * 64u; };
+  const uint4* const weights = reinterpret_cast<const uint4*>(weight);
   uint4 w[kRowTiles][2];
-  unsigned scale_pairs[kRowTiles][kGroups], zero_pairs[kRowTiles][kZeros ? kGroups : 1];
-  const auto load_scales = [&](int i) {
+  unsigned scale_pairs[kGroups][kRowTiles], zero_pairs[kGroups][kZeros ? kRowTiles / 2 : 1];
+  const auto load_scales = [&] {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       const unsigned of = min(kGroups * step_at + g >> group_shift, last_group);
-      const unsigned from = (of * num_row_tiles + row_tile[i]) * 8 + group;  // pairs of rows
-      scale_pairs[i][g] = reinterpret_cast<const unsigned*>(scales)[from];
-      if constexpr (kZeros) zero_pairs[i][g] = reinterpret_cast<const unsigned short*>(zeros)[from];
+      const unsigned from = ((of * num_quads + tile_at * kRowTiles / 4) * 8 + group) * 4 + tile_at * kRowTiles % 4;
+      load_words(reinterpret_cast<const unsigned*>(scales) + from, scale_pairs[g]);
+      if constexpr (kZeros) load_words(reinterpret_cast<const unsigned short*>(zeros) + from, zero_pairs[g]);
     }
   };
 
@@ -93,24 +102,15 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
   };
 
   // The weights are there whatever the kernel before does; x is not.
-  place_tile();
   if (next < end) {
+    const unsigned first = first_address() + lane;
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-      w[i][0] = load16_stream(address_of(i, 0)), w[i][1] = load16_stream(address_of(i, 1));
-      load_scales(i);
-    }
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) w[i][half] = load16_stream(weights + (first + i * tile_stride + 32 * half));
+    load_scales();
   }
   advance();
-  {
-    const int tile_first = tile_at, step_first = step_at, next_first = next;
-    for (int ahead = 0; ahead < num_prefetched && next < end; ++ahead, advance())
-      if (lane < 8 * kRowTiles)  // a line of 128 bytes each
-        prefetch_l2(reinterpret_cast<const uint4*>(weight) +
-                    ((min(tile_at * kRowTiles + lane / 8, num_row_tiles - 1) * num_steps + step_at) * 64u + lane % 8 * 8u));
-    tile_at = tile_first, step_at = step_first, next = next_first;
-    place_tile();
-  }
   dependency_wait();
   int next_x = begin + warp, step_x = next_x % num_steps;
   const auto advance_x = [&] {
@@ -149,6 +149,7 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
           ldmatrix_x4(both, from + token * kRowBytes + (piece ^ token % 8) * 16);
           b[t][j][0] = both[0], b[t][j][1] = both[1], b[t][j + 1][0] = both[2], b[t][j + 1][1] = both[3];
         }
+      const unsigned first = first_address() + lane;
       constexpr int kMmas = 8 / kGroups;  // of a group
       float sum_x[kGroups][kTokenTiles][4];  // of a group, the same in all rows
 #pragma unroll
@@ -169,14 +170,14 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
           unsigned a[4][4];
 #pragma unroll
           for (int j = 0; j < 4; ++j) unpack_nibbles(words[j], mask, a[j], T{});
-          if (next < end) w[i][half] = load16_stream(address_of(i, half));
+          if (next < end) w[i][half] = load16_stream(weights + (first + i * tile_stride + 32 * half));
 #pragma unroll
           for (int j = 4 * half; j < 4 * half + 4; ++j) {
             const int g = j / kMmas;
             if (j % kMmas == 0) {
-              low = to_float(fp16{static_cast<unsigned short>(scale_pairs[i][g])}) / Nibbles<T>::unit(0);
-              high = to_float(fp16{static_cast<unsigned short>(scale_pairs[i][g] >> 16)}) / Nibbles<T>::unit(1);
-              const unsigned pair_of = kZeros ? zero_pairs[i][kZeros ? g : 0] : 0x0808u;
+              low = to_float(fp16{static_cast<unsigned short>(scale_pairs[g][i])}) / Nibbles<T>::unit(0);
+              high = to_float(fp16{static_cast<unsigned short>(scale_pairs[g][i] >> 16)}) / Nibbles<T>::unit(1);
+              const unsigned pair_of = kZeros ? zero_pairs[g][kZeros ? i / 2 : 0] >> i % 2 * 16 : 0x0808u;
 #pragma unroll
               for (int t = 0; t < kTokenTiles; ++t)
 #pragma unroll
@@ -195,8 +196,8 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
             }
           }
         }
-        if (next < end) load_scales(i);
       }
+      if (next < end) load_scales();
       advance();
     }
 
@@ -207,15 +208,15 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
     const auto part_of = [&](int block) {
       return partials + (2 * block + (block == first_block && is_second)) * static_cast<index_t>(kTokens * kRows);
     };
-    const int first_out = tile * kOuts;
+    const int first_out = tile * kOuts, first_row = tile * kRows;
     const auto finish = [&](int token, int out, auto sum_of) {
       if (first_out + out >= size || token >= num_tokens) return;
       const int row = kGated ? out / 8 * 16 + out % 8 : out;
       float z = sum_of(row);
-      if (bias != nullptr) z += to_float(bias[tile * kRows + row]);
+      if (bias != nullptr) z += to_float(bias[first_row + row]);
       if constexpr (kGated) {
         float up = sum_of(row + 8);
-        if (bias != nullptr) up += to_float(bias[tile * kRows + row + 8]);
+        if (bias != nullptr) up += to_float(bias[first_row + row + 8]);
         z = activation<kActivation>(to_float(from_float<T>(z))) * to_float(from_float<T>(up));
       }
       y[static_cast<index_t>(token) * size + first_out + out] = from_float<Y>(z);

@@ -99,10 +99,10 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(3 * kThreads,
   }
   cluster_barrier();
   const int rank = cluster_rank(), num_clusters = gridDim.x / kCluster;
-  const int num_steps = (in_features + 2 * kPackedStep - 1) / (2 * kPackedStep) * 2, num_row_tiles = (out_features + 15) / 16;
+  const int num_steps = (in_features + 2 * kPackedStep - 1) / (2 * kPackedStep) * 2, num_quads = (out_features + 63) / 64;
   const int size = kGated ? out_features / 2 : out_features;
   const int token_tiles = (num_tokens + kTokens - 1) / kTokens;
-  const int pairs = (num_row_tiles + kCluster * kBlockTiles - 1) / (kCluster * kBlockTiles);  // of blocks along the rows
+  const int pairs = (4 * num_quads + kCluster * kBlockTiles - 1) / (kCluster * kBlockTiles);  // of blocks along the rows
   const int num_tiles = token_tiles * pairs;
   struct Tile {
     int first_token, first_row_tile;
@@ -146,7 +146,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(3 * kThreads,
   };
   for (int number = blockIdx.x / kCluster; number < num_tiles; number += num_clusters) {
     const Tile tile = find(number);
-    const int row_tile = tile.first_row_tile + 4 * me + warp, read_tile = min(row_tile, num_row_tiles - 1);
+    const int row_tile = tile.first_row_tile + 4 * me + warp, read_tile = min(row_tile, 4 * num_quads - 1);
     const uint4* const from = reinterpret_cast<const uint4*>(weight) + static_cast<unsigned>(read_tile) * num_steps * 32u + lane;
     uint4 words[2];
     unsigned scale_pair[2][kGroups], zero_pair[2][kGroups];
@@ -155,7 +155,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(3 * kThreads,
       words[at] = load16(from + step * 32);
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
-        const unsigned pair = (static_cast<unsigned>(min(kGroups * step + g >> group_shift, last_group)) * num_row_tiles + read_tile) * 8u + group;
+        const unsigned of = min(kGroups * step + g >> group_shift, last_group);
+        const unsigned pair = ((of * num_quads + read_tile / 4) * 8 + group) * 4 + read_tile % 4;
         scale_pair[at][g] = reinterpret_cast<const unsigned*>(scales)[pair];
         zero_pair[at][g] = kZeros ? reinterpret_cast<const unsigned short*>(zeros)[pair] : 0x0808u;
       }
@@ -201,7 +202,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(3 * kThreads,
     float biases[2] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      if (bias != nullptr && row_tile < num_row_tiles && 16 * row_tile + 8 * half + group < out_features)
+      if (bias != nullptr && 16 * row_tile + 8 * half + group < out_features)
         biases[half] = to_float(bias[16 * row_tile + 8 * half + group]);
 #pragma unroll
     for (int i = 0; i < kTokens / 8; i += kGated ? 4 : 2) {

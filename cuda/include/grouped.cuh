@@ -1,9 +1,10 @@
 // Integers of 4 bits in groups, as kernels read them: two rows of 16 a thread in the order of an mma's registers.
 //
-// Packed by engine/kernels/pack.py: weight [row tiles of 16, steps of 64 columns, 32 lanes, 4 words]. Word j of a lane has
-// the 8 numbers that mma m16n8k16 takes of columns 16·j to 16·j + 15 of the step: the number at the low (e = 0) or high
-// (e = 1) half of register a[i] is at bit 4·i + 16·e.
-// scales and zeros [groups, row tiles, 8, 2]: those of rows r and r + 8 of a tile beside each other.
+// Packed by engine/packed4.py: weight [row tiles of 16, steps of 64 columns, 32 lanes, 4 words], the row tiles a multiple of
+// 4, the steps of 2; what is there beyond the weight's rows and columns is never stored, or multiplied by 0. Word j of a
+// lane has the 8 numbers that mma m16n8k16 takes of columns 16·j to 16·j + 15 of the step: the number at the low (e = 0) or
+// high (e = 1) half of register a[i] is at bit 4·i + 16·e.
+// scales and zeros [groups, row tiles / 4, 8, 4, 2]: of group, r and tile % 4 those of rows r and r + 8 of the tile.
 #pragma once
 
 #include "ptx.cuh"

@@ -1,4 +1,5 @@
-// PTX of sm_90a behind named functions: matrix multiply of a warpgroup, barriers in shared memory, registers by role.
+// PTX of sm_90a behind named functions: matrix multiply of a warpgroup, barriers in shared memory, copies of boxes of an
+// array, clusters of blocks, registers by role.
 //
 // GPU-only: a fiber cannot stand in for units that read shared memory on their own while the threads go on. A kernel
 // that includes this is named …_sm90 and has a portable twin, which is what a CPU runs.
@@ -23,9 +24,21 @@ __device__ __forceinline__ void mbarrier_init(mbarrier* barrier, int arrivals) {
 __device__ __forceinline__ void mbarrier_arrive(mbarrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-// This thread's arrival comes when all its cp.async so far have landed.
-__device__ __forceinline__ void mbarrier_arrive_after_copies(mbarrier* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+// One arrival, and `bytes` that copy_box must bring besides before the phase ends.
+__device__ __forceinline__ void mbarrier_arrive_expect(mbarrier* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+// An arrival at the same barrier of block number `rank` of the cluster.
+__device__ __forceinline__ void mbarrier_arrive_at(mbarrier* barrier, int rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(rank)
+      : "memory");
 }
 // Until the phase of this parity has ended: the first phase has parity 0, and the one before it counts as ended.
 __device__ __forceinline__ void mbarrier_wait(mbarrier* barrier, unsigned parity) {
@@ -40,8 +53,89 @@ __device__ __forceinline__ void mbarrier_wait(mbarrier* barrier, unsigned parity
       : "memory");
 }
 
+// After mbarrier_init: other blocks of the cluster and copy_box will find the barriers made.
+__device__ __forceinline__ void fence_barriers_made() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// ---- copies of boxes: one thread starts them, a barrier here says when they have come
+
+// An array of up to five axes and the size of a box in it, as the driver encodes them (engine/kernels/tensor_map.py); a
+// parameter of the kernel, declared `const __grid_constant__`.
+struct alignas(64) TensorMap {
+  unsigned long long words[16];
+};
+
+// The box whose first number is at these coordinates, the last axis first, to shared memory: rows of 64 numbers, swizzled
+// as tile_descriptor wants them if `to` is a multiple of 1024 bytes. What lies outside the array is zeros. kBlocks: for
+// those of the cluster, a bit each; it comes to the same place in each, and counts at the same barrier.
+__device__ __forceinline__ void copy_box(void* to, const TensorMap& map, mbarrier* barrier, int i, int j, int k, int l) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(shared_address(to)),
+      "l"(&map), "r"(shared_address(barrier)), "r"(i), "r"(j), "r"(k), "r"(l)
+      : "memory");
+}
+__device__ __forceinline__ void copy_box(void* to, const TensorMap& map, mbarrier* barrier, int i, int j) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
+      "[%2];" ::"r"(shared_address(to)),
+      "l"(&map), "r"(shared_address(barrier)), "r"(i), "r"(j)
+      : "memory");
+}
+template <unsigned short kBlocks>
+__device__ __forceinline__ void copy_box_to_cluster(void* to, const TensorMap& map, mbarrier* barrier, int i, int j) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
+      "l"(&map), "r"(shared_address(barrier)), "r"(i), "r"(j), "h"(kBlocks)
+      : "memory");
+}
+
+// cp_async of 16 bytes of long rows that are read once: L2 fetches the 256 bytes around them.
+__device__ __forceinline__ void cp_async_stream(void* shared, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// ---- a cluster: blocks that run at the same time and reach each other's shared memory
+
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+// Until all threads of the cluster are here.
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// 16 bytes of block number `rank` of the cluster, from where p is in this one.
+__device__ __forceinline__ float4 load16_of_block(const float* p, int rank) {
+  unsigned address;
+  float4 x;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
+}
+
+// ---- memory as two kinds of units see it
+
 // What this thread has written to shared memory, or has seen written, can be read by wgmma from here on.
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The counterpart of ldmatrix_x4: lane 8·m + r gives the address of row r of matrix m.
+__device__ __forceinline__ void stmatrix_x4(void* row, const unsigned (&d)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)), "r"(d[0]),
+               "r"(d[1]), "r"(d[2]), "r"(d[3])
+               : "memory");
+}
 
 // Counts this warp at a barrier where others wait with named_barrier, and goes on.
 __device__ __forceinline__ void named_barrier_arrive(int id, int num_threads) {
@@ -96,9 +190,11 @@ __device__ __forceinline__ void settled(float (&d)[kCount]) {
 #define SUMS_8(i)                                                                                             \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
-#define SUMS_32(i) SUMS_8(i), SUMS_8(i + 8), SUMS_8(i + 16), SUMS_8(i + 24)
+#define SUMS_16(i) SUMS_8(i), SUMS_8(i + 8)
+#define SUMS_32(i) SUMS_16(i), SUMS_16(i + 16)
 #define SUMS_64(i) SUMS_32(i), SUMS_32(i + 32)
 #define SUMS_128(i) SUMS_64(i), SUMS_64(i + 64)
+#define LIST_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define LIST_32                                                            \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -135,6 +231,8 @@ __device__ __forceinline__ void settled(float (&d)[kCount]) {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)                                                  \
                  : "memory");                                                                                          \
   }
+WGMMA(16, 32, bf16, "bf16", 16, 17, 18, 19, 20)
+WGMMA(16, 32, fp16, "f16", 16, 17, 18, 19, 20)
 WGMMA(32, 64, bf16, "bf16", 32, 33, 34, 35, 36)
 WGMMA(32, 64, fp16, "f16", 32, 33, 34, 35, 36)
 WGMMA(64, 128, bf16, "bf16", 64, 65, 66, 67, 68)
@@ -143,9 +241,11 @@ WGMMA(128, 256, bf16, "bf16", 128, 129, 130, 131, 132)
 WGMMA(128, 256, fp16, "f16", 128, 129, 130, 131, 132)
 #undef WGMMA
 #undef SUMS_8
+#undef SUMS_16
 #undef SUMS_32
 #undef SUMS_64
 #undef SUMS_128
+#undef LIST_16
 #undef LIST_32
 #undef LIST_64
 #undef LIST_128

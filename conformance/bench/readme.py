@@ -33,15 +33,17 @@ class Line:
 
 
 def _share(row: Record) -> str:
-    return f"{row['share']:.0%}".removesuffix("%")
+    return "–" if row["us"] is None else f"{row['share']:.0%}".removesuffix("%")
 
 
 def _time(row: Record) -> str:
+    if row["us"] is None:  # the kernel was refused
+        return "–"
     return f"{row['us']:.3g}" if row["us"] < 1000 else f"{row['us']:.0f}"
 
 
 def _tflops(row: Record) -> str:
-    return f"{row['flops'] / row['us'] * 1e-6:.0f}"
+    return "–" if row["us"] is None else f"{row['flops'] / row['us'] * 1e-6:.0f}"
 
 
 def _peer(show: Callable[[Record], str]) -> Callable[[Record], str]:
@@ -77,12 +79,16 @@ def lines() -> list[Line]:
         cases = tuple(f"{name}-{shape}-tokens={count}" for count in TOKENS)
         what = f"linear {shape.replace('x', ' × ')}, {' / '.join(map(str, TOKENS))} tokens, % of the limit"
         found.append(Line(what, "linear", cases, _share))
+    cases = tuple(f"gate_up-28672x4096-tokens={count}" for count in TOKENS)
+    what = f"28672 × 4096 with the activation, {' / '.join(map(str, TOKENS))} tokens, % of the limit"
+    found.append(Line(what, "linear_gate_up_act", cases, _share))
     drawn = ("greedy-model", "temperature-model", "top_k-random", "top_p-random", "logprobs-20-model")
     what = "128 rows of 128 256 logits: greedy / temperature / top-k 50 / top-p 0.9 / 20 logprobs, µs"
     found.append(Line(what, "sampling", tuple(f"{name}-128x128256" for name in drawn), _time))
     for op in (
-        *("rmsnorm", "add_rmsnorm", "layernorm", "gate_up_act"),
-        *("rope_kv_write", "qk_norm_rope_kv_write", "embedding"),
+        *("rmsnorm", "add_rmsnorm", "layernorm", "add_layernorm", "gate_up_act", "act"),
+        *("rope_kv_write", "qk_norm_rope_kv_write", "kv_cache_write", "logn_query"),
+        *("embedding", "position_embedding"),
     ):
         cases = tuple(f"tokens={count}" for count in TOKENWISE)
         found.append(Line(f"{op}, 1 / 64 / 8192 tokens, µs", op, cases, _time))
@@ -159,10 +165,15 @@ def engine_table(stored: Record) -> list[str]:
 def foreign_table(stored: Record) -> list[str]:
     """stored: a report of conformance.peers.table."""
     versions = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
-    table = [f"{stored['gpu']}, {versions}, {stored['date'][:10]}:", "", "| what | passed | failed |", "|---|---|---|"]
+    table = [
+        f"{stored['gpu']}, {versions}, {stored['date'][:10]}:",
+        "",
+        "| what | passed | failed | |",
+        "|---|---|---|---|",
+    ]
     for run in stored["runs"]:
         failed = ", ".join(case["case"] for case in run["failed"]) or "–"
-        table.append(f"| `--op {run['op']} --impl {run['impl']}` | {run['passed']} | {failed} |")
+        table.append(f"| `--op {run['op']} --impl {run['impl']}` | {run['passed']} | {failed} | {run['what']} |")
     return table
 
 

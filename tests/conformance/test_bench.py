@@ -354,10 +354,10 @@ def test_table_of_kernels() -> None:
 
 def test_table_of_others() -> None:
     failed = [{"stem": "layernorm", "case": "odd", "status": "FAIL", "error": 1.0, "tolerance": 0.1}]
-    runs = [{"op": "layernorm", "impl": "a:layernorm", "passed": 3, "failed": failed}]
+    runs = [{"op": "layernorm", "impl": "a:layernorm", "what": "by running means", "passed": 3, "failed": failed}]
     lines = foreign_table({"gpu": "a GPU", "versions": {"torch": "2.11"}, "date": "2026-01-02T03", "runs": runs})
     assert lines[0] == "a GPU, torch 2.11, 2026-01-02:"
-    assert lines[-1] == "| `--op layernorm --impl a:layernorm` | 3 | odd |"
+    assert lines[-1] == "| `--op layernorm --impl a:layernorm` | 3 | odd | by running means |"
 
 
 def test_tables_go_to_their_places() -> None:

@@ -97,33 +97,43 @@ Choice = Skinny | Tiles | Wgmma | None  # None: the vendor's library
 
 ANY = float("inf")
 
-# (most tokens, most KiB of the weight per SM, what is best up to there), as measured on an H200 over the shapes of an
-# 8B model; the first line that fits, and that the GPU can run, holds.
-CHOICES: tuple[tuple[int, float, Choice], ...] = (
+Choices = tuple[
+    tuple[int, float, Choice], ...
+]  # (most tokens, most KiB of the weight per SM, what is best up to there)
+
+# As measured on an H200 over the shapes of an 8B model, in its decoding step and alone: one kernel's start lies under
+# another's end, so that what is best in place need not be best alone. The first line that fits, and that the GPU can
+# run, holds.
+CHOICES: Choices = (
     (4, 640, Skinny(1, 3, 16)),
     (4, 1280, Skinny(2, 2, 16)),
-    (4, 4000, Skinny(1, 3, 16)),
     (4, ANY, None),
     (8, 320, Skinny(2, 2, 16)),
     (8, 640, Skinny(1, 4, 8)),
-    (8, 1280, None),
-    (8, 4000, Skinny(1, 3, 16)),
     (8, ANY, None),
     (16, 320, Skinny(2, 2, 16)),
     (16, 640, Wgmma(32, 2, 10)),
-    (16, 1280, Wgmma(64, 1, 10)),
-    (16, 4000, Wgmma(32, 2, 10)),
     (16, ANY, None),
     (32, 320, Wgmma(64, 1, 10)),
     (32, 640, Wgmma(32, 2, 10)),
     (32, 1280, Wgmma(64, 1, 10)),
-    (32, 4000, Wgmma(32, 4, 6)),
     (32, 4000, None),
     (32, ANY, Wgmma(64, 4, 5)),
     (32, ANY, Tiles(2, 2, 1, 4, 4, blocks_per_sm=2)),
-    (64, 320, Wgmma(64, 1, 10)),
-    (64, 640, Wgmma(64, 2, 8)),
+    (64, 640, None),
     (64, 1280, Wgmma(64, 1, 10)),
+    (64, 1280, None),
+    (64, 4000, Wgmma(64, 2, 8)),
+    (64, 4000, None),
+    (64, ANY, Wgmma(64, 4, 5)),
+)
+
+# Of linear_gate_up_act, where cuBLAS and then the activation are what else there is.
+GATED_CHOICES: Choices = (
+    (8, ANY, Skinny(1, 3, 16)),
+    (16, 320, Skinny(2, 2, 16)),
+    (16, ANY, Wgmma(32, 2, 10)),
+    (32, ANY, Wgmma(32, 4, 6)),
     (64, ANY, Wgmma(64, 4, 5)),
 )
 
@@ -186,15 +196,15 @@ def _check(kernel: str, x: Array, weight: LinearWeight) -> None:
         require(kernel, "bias", weight.bias, (weight.out_features,), x.dtype)
 
 
-def choose(x: Array, out_features: int, device: Device) -> Choice:
-    """The line of CHOICES, with as many stages as this GPU's blocks have shared memory for.
+def choose(x: Array, out_features: int, device: Device, choices: Choices = CHOICES) -> Choice:
+    """The line of choices that holds, with as many stages as this GPU's blocks have shared memory for.
 
     None too for what our kernels cannot read: float32, or rows of x that are not all at multiples of 16 bytes.
     """
     if x.dtype.name == "float32" or x.shape[1] % 8 or int(stride(x)) % 8:
         return None
     size = 2 * out_features * x.shape[1] / 1024 / device.num_sms
-    for most_tokens, most_size, choice in CHOICES:
+    for most_tokens, most_size, choice in choices:
         if isinstance(choice, Wgmma) and not device.has_wgmma:
             continue
         if x.shape[0] <= most_tokens and size <= most_size:

@@ -24,7 +24,9 @@ from engine.kernels.activation import gate_up_act
 from engine.kernels.device import Instance
 from engine.kernels.linear import (
     CHOICES,
+    GATED_CHOICES,
     MIN_STAGES,
+    Choices,
     Skinny,
     Tiles,
     Wgmma,
@@ -178,12 +180,14 @@ def test_what_only_hopper_has() -> None:
         assert list(hopper.instances)[-1] == Instance("linear_tiles_sm90", entry)
     for num_tokens in (24, 64):
         for out_features in (4096, 28672, 128256):
-            assert not isinstance(choose(x[:num_tokens], out_features, Notes(num_sms=132)), Wgmma)
+            for choices in (CHOICES, GATED_CHOICES):
+                assert not isinstance(choose(x[:num_tokens], out_features, Notes(num_sms=132), choices), Wgmma)
 
 
-def test_choices_are_in_order() -> None:
-    assert [line[:2] for line in CHOICES] == sorted(line[:2] for line in CHOICES)
-    assert {line[0] for line in CHOICES} == {line[0] for line in CHOICES if line[1] == float("inf")}
+@pytest.mark.parametrize("choices", [CHOICES, GATED_CHOICES], ids=["plain", "gated"])
+def test_choices_are_in_order(choices: Choices) -> None:
+    assert [line[:2] for line in choices] == sorted(line[:2] for line in choices)
+    assert {line[0] for line in choices} == {line[0] for line in choices if line[1] == float("inf")}
 
 
 def weight_of(shape: Shape, dtype: Any) -> tuple[Array, LinearWeight]:

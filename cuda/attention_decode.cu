@@ -38,7 +38,6 @@ __global__ void __launch_bounds__(32 * kWarps)
                      const int* __restrict__ seq_lens, T* out, float* partial, float* lse, unsigned* counters,
                      int q_stride, int table_stride, int block_size, int n_heads, int n_kv_heads, int window,
                      float sm_scale) {
-  dependency_launch();
   constexpr int kSteps = kHeadDim / 16, kUnits = kHeadDim / 8, kTile = kChunk * kHeadDim;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, pair = lane % 4;
   const int n_rep = n_heads / n_kv_heads, groups = (n_rep + 15) / 16;
@@ -157,6 +156,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     __syncwarp();  // all lanes are done with this chunk before it is overwritten
   }
   cp_async_wait<0>();
+  dependency_launch();  // earlier, what comes after would take the memory from this kernel
 
   // The warps' results meet in shared memory, [kWarps][16][kHeadDim], in place of the rings.
   __shared__ float tops[kWarps][16], totals[kWarps][16];

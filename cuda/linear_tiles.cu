@@ -31,8 +31,7 @@ template <typename T, typename Y, Activation kActivation, int kTokenTiles, int k
           int kStages>
 __global__ void __launch_bounds__(32 * kTokenWarps * kRowWarps)
     linear_tiles(const T* x, const T* __restrict__ weight, const T* __restrict__ bias, Y* y, float* partials,
-                 unsigned* counters, int num_tokens, int out_features, int in_features, index_t x_stride,
-                 int prefetch) {
+                 unsigned* counters, int num_tokens, int out_features, int in_features, index_t x_stride) {
   constexpr int kThreads = 32 * kTokenWarps * kRowWarps;
   constexpr int kTokens = 16 * kTokenTiles * kTokenWarps, kRows = 16 * kRowTiles * kRowWarps;
   constexpr int kStageBytes = (kTokens + kRows) * kRowBytes;  // the rows of the weight, then the tokens
@@ -95,11 +94,6 @@ __global__ void __launch_bounds__(32 * kTokenWarps * kRowWarps)
     if (begin + i < end) copy_weight(begin + i, next_tile, next_step);
     advance();
   }
-  const int known = (step + kStages - 1) * kStep;
-  const int more = min(prefetch, min(in_features, (step + end - begin) * kStep) - known);  // of the first tile
-  if (threadIdx.x < kRows && more > 0 && tile / num_token_tiles * kOuts + out_of(threadIdx.x) < size)
-    prefetch_l2(weight + row_of(tile / num_token_tiles * kOuts, threadIdx.x) * in_features + known,
-                more * static_cast<int>(sizeof(T)));
   dependency_wait();
   next_tile = tile, next_step = step;
 #pragma unroll

@@ -33,15 +33,17 @@ class Line:
 
 
 def _share(row: Record) -> str:
-    return f"{row['share']:.0%}".removesuffix("%")
+    return "–" if row["us"] is None else f"{row['share']:.0%}".removesuffix("%")
 
 
 def _time(row: Record) -> str:
+    if row["us"] is None:  # the kernel was refused
+        return "–"
     return f"{row['us']:.3g}" if row["us"] < 1000 else f"{row['us']:.0f}"
 
 
 def _tflops(row: Record) -> str:
-    return f"{row['flops'] / row['us'] * 1e-6:.0f}"
+    return "–" if row["us"] is None else f"{row['flops'] / row['us'] * 1e-6:.0f}"
 
 
 def _peer(show: Callable[[Record], str]) -> Callable[[Record], str]:
@@ -77,12 +79,16 @@ def lines() -> list[Line]:
         cases = tuple(f"{name}-{shape}-tokens={count}" for count in TOKENS)
         what = f"linear {shape.replace('x', ' × ')}, {' / '.join(map(str, TOKENS))} tokens, % of the limit"
         found.append(Line(what, "linear", cases, _share))
+    cases = tuple(f"gate_up-28672x4096-tokens={count}" for count in TOKENS)
+    what = f"28672 × 4096 with the activation, {' / '.join(map(str, TOKENS))} tokens, % of the limit"
+    found.append(Line(what, "linear_gate_up_act", cases, _share))
     drawn = ("greedy-model", "temperature-model", "top_k-random", "top_p-random", "logprobs-20-model")
     what = "128 rows of 128 256 logits: greedy / temperature / top-k 50 / top-p 0.9 / 20 logprobs, µs"
     found.append(Line(what, "sampling", tuple(f"{name}-128x128256" for name in drawn), _time))
     for op in (
-        *("rmsnorm", "add_rmsnorm", "layernorm", "gate_up_act"),
-        *("rope_kv_write", "qk_norm_rope_kv_write", "embedding"),
+        *("rmsnorm", "add_rmsnorm", "layernorm", "add_layernorm", "gate_up_act", "act"),
+        *("rope_kv_write", "qk_norm_rope_kv_write", "kv_cache_write", "logn_query"),
+        *("embedding", "position_embedding"),
     ):
         cases = tuple(f"tokens={count}" for count in TOKENWISE)
         found.append(Line(f"{op}, 1 / 64 / 8192 tokens, µs", op, cases, _time))
@@ -134,35 +140,42 @@ def _goal(rows: Sequence[Record]) -> str:
     return "; ".join(found)
 
 
-def engine_table(stored: Record) -> list[str]:
-    """stored: a report of engine.bench offline --model-shape."""
+def engine_table(stored: Record, older: Mapping[str, Record]) -> list[str]:
+    """stored: a report of engine.bench offline --model-shape; older: those with --arch, by arch."""
     units = {"prefill": "tokens, ms", "decode": "× 1024 tokens, ms a token", "throughput": ", tokens/s out"}
-    table = ["| what | Glint | TFLOP/s | vLLM | limit | share | goal | |", "|---|---|---|---|---|---|---|---|"]
+    head = ["what", "Glint", *(f"as {arch}" for arch in older), "TFLOP/s", "vLLM", "limit", "share", "goal", ""]
+    table = [f"| {' | '.join(head)} |".replace("|  |", "| |"), "|---" * len(head) + "|"]
+    on_older = [{one["name"]: one["value"] for one in report["figures"]} for report in older.values()]
     for one in stored["figures"]:
         name = one["name"].split()[0]
         what = f"{one['name']} {units[name]}".replace(" ,", ",") if name in units else f"{one['name']}, s"
-        cells = [
-            "" if one.get(key) is None else form(one[key])
-            for key, form in (
-                ("value", lambda x: f"{x:,.4g}" if x < 1000 else f"{x:,.0f}"),
-                ("tflops", lambda x: f"{x:.0f}"),
-                ("peer", lambda x: f"{x:,g}"),
-                ("limit", lambda x: f"{x:,g}"),
-                ("share", lambda x: f"{x:.0%}"),
-                ("goal", lambda x: f"{x:,g}"),
-            )
-        ]
-        table.append(f"| {what} | {' | '.join(cells)} | {one['verdict'].lower()} |")
+        values = [_number(value) for value in (one["value"], *(found.get(one["name"]) for found in on_older))]
+        tflops, share = one.get("tflops"), one.get("share")
+        beside = ["" if one[key] is None else f"{one[key]:,g}" for key in ("peer", "limit", "goal")]
+        cells = [what, *values, "" if tflops is None else f"{tflops:.0f}", *beside[:2]]
+        cells += ["" if share is None else f"{share:.0%}", beside[2], one["verdict"].lower()]
+        table.append(f"| {' | '.join(cells)} |")
     return table
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
 
 
 def foreign_table(stored: Record) -> list[str]:
     """stored: a report of conformance.peers.table."""
     versions = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
-    table = [f"{stored['gpu']}, {versions}, {stored['date'][:10]}:", "", "| what | passed | failed |", "|---|---|---|"]
+    table = [
+        f"{stored['gpu']}, {versions}, {stored['date'][:10]}:",
+        "",
+        "| what | passed | failed | |",
+        "|---|---|---|---|",
+    ]
     for run in stored["runs"]:
         failed = ", ".join(case["case"] for case in run["failed"]) or "–"
-        table.append(f"| `--op {run['op']} --impl {run['impl']}` | {run['passed']} | {failed} |")
+        table.append(f"| `--op {run['op']} --impl {run['impl']}` | {run['passed']} | {failed} | {run['what']} |")
     return table
 
 
@@ -178,7 +191,9 @@ def tables(kernels: Path = KERNELS, engine: Path = ENGINE) -> dict[str, list[str
     if own.is_file():
         found["gpu-kernels"] = kernel_table([load(own), *map(load, sorted(kernels.glob("bench-h200-sm_*.json")))])
     if (engine / "h200-llama-3.1-8b.json").is_file():
-        found["gpu-engine"] = engine_table(load(engine / "h200-llama-3.1-8b.json"))
+        prefix = "h200-llama-3.1-8b-"
+        older = {path.stem.removeprefix(prefix): load(path) for path in sorted(engine.glob(f"{prefix}sm_*.json"))}
+        found["gpu-engine"] = engine_table(load(engine / "h200-llama-3.1-8b.json"), older)
     if (kernels / "foreign-h200.json").is_file():
         found["foreign"] = foreign_table(load(kernels / "foreign-h200.json"))
     return found

@@ -53,7 +53,6 @@ inline void store16(void* p, uint4 x) {
   *static_cast<uint4*>(p) = x;
 }
 inline uint4 load16_stream(const void* p) { return load16(p); }
-inline void prefetch_l2(const void*, int) {}
 
 // The target holds NaN until a wait of this thread covers the copy, and the source is read only then.
 template <int kBytes = 16>

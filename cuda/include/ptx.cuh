@@ -28,20 +28,14 @@ __device__ __forceinline__ T* dynamic_shared() {
 __device__ __forceinline__ uint4 load16(const void* p) { return *static_cast<const uint4*>(p); }
 __device__ __forceinline__ void store16(void* p, uint4 x) { *static_cast<uint4*>(p) = x; }
 
-// 16 bytes that the whole kernel only reads, and reads once: they pass by L1.
+// 16 bytes that the whole kernel only reads, and reads once: they pass by L1. L2 fetches the whole line, the rest of which
+// a neighbour reads soon.
 __device__ __forceinline__ uint4 load16_stream(const void* p) {
   uint4 x;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                : "l"(p));
   return x;
-}
-
-// Asks L2 for `bytes`, a positive multiple of 16 as the address is. Nothing before sm_90.
-__device__ __forceinline__ void prefetch_l2(const void* p, int bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
-#endif
 }
 
 // Asynchronous copy of kBytes (4, 8 or 16) from global to shared memory; where not `valid`, zeros and no read.

@@ -37,7 +37,6 @@ from engine.weights import WeightMap, Weights
 
 LIMITS = StepLimits(max_num_seqs=256, max_num_batched_tokens=8192)  # unless the user says others
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
-SLACK = 1.125  # of the piece that steps work in: what one leaves behind may lie between the arrays of the next
 GONE = "another program has taken memory meanwhile, or --gpu-memory-utilization is too high"
 
 logger = logging.getLogger(__name__)
@@ -103,7 +102,7 @@ class CudaBackend:
             *self._sampling.buffers(),
             *self._gpu.buffers(),
             graph_buffer(tried, limits, *sizes, geometry.n_layers, hidden_bytes),
-            Buffer(WORKSPACE, int(SLACK * tried), STEP, note="one piece, for the largest step as tried"),
+            Buffer(WORKSPACE, tried, STEP, note="one piece, for the largest step as tried"),
             Buffer("staging of weights", NUM_STAGING * STAGING_BYTES, LOADING, "host", "in turn"),
             *pools.buffers(),
         )
@@ -116,7 +115,11 @@ class CudaBackend:
         return self._plan
 
     def _try_largest_step(self, forward: GpuForward, model: Model, limits: StepLimits) -> None:
-        """Its arrays, its logits, and the copy of these that penalties with logprobs ask for."""
+        """Its arrays, its logits, and the copy of these that penalties with logprobs ask for.
+
+        While it is tried the pool takes a piece for each size of array, which is more than the step holds at once: so
+        what a step leaves behind may lie between the arrays of the next.
+        """
         hidden = forward.try_prompt(limits.max_num_batched_tokens)
         logits = model.logits(hidden[: max(limits.max_num_seqs, PROMPT_LOGPROB_ROWS)])
         cupy.empty_like(logits)
@@ -174,12 +177,12 @@ class CudaBackend:
 @contextmanager
 def _room_for(what: str, advice: str) -> Iterator[None]:
     """Says what the GPU had no room for."""
+    free, total = cupy.cuda.Device().mem_info
     try:
         yield
     except cupy.cuda.memory.OutOfMemoryError as error:
-        free, total = cupy.cuda.Device().mem_info
         raise ConfigError(
-            f"the GPU has no room for {what}: {free / 1e6:,.0f} of its {total / 1e6:,.0f} MB are free; {advice}"
+            f"the GPU has no room for {what}: {free / 1e6:,.0f} of its {total / 1e6:,.0f} MB were free; {advice}"
         ) from error
 
 

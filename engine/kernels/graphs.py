@@ -8,7 +8,7 @@ run, and over which grids, depends on the step's sequences: they are launched be
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,13 +90,12 @@ class Recorder:
     @contextmanager
     def _capturing(self) -> Iterator[None]:
         """Arrays are of the graphs' own memory; an error leaves the stream as it was."""
-        stream = cupy.cuda.get_current_stream()
         try:
             with cupy.cuda.using_allocator(self._pool.malloc):
                 yield
         except BaseException:
-            if stream.is_capturing():
-                stream.end_capture()
+            with suppress(cupy.cuda.runtime.CUDARuntimeError):  # of a stream that does not capture, or did in vain
+                cupy.cuda.get_current_stream().end_capture()
             raise
         finally:
             self._calls = None

@@ -15,6 +15,7 @@ from engine.errors import KernelError
 from engine.kernels.activation import FUNCTIONS, gate_up_act
 from engine.kernels.check import ceil_div, require, require_contiguous, stride, type_name
 from engine.kernels.device import Device, Instance
+from engine.kernels.linear_gated import launch_gated, suits
 from engine.weights import LinearWeight
 
 Array = Any
@@ -32,8 +33,6 @@ class Skinny:
     row_tiles: int
     ahead: int
     warps: int
-    blocks_per_sm: int = 0  # at most, where more would only be in each other's way; 0: as many as there is room for
-    prefetch: int = 0  # numbers of each row that L2 is asked for while x is not there yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,6 @@ class Tiles:
     row_warps: int
     stages: int
     blocks_per_sm: int = 1
-    prefetch: int = 0
 
     @property
     def tokens(self) -> int:
@@ -77,8 +75,6 @@ class Wgmma:
     tokens: int
     groups: int
     stages: int
-    blocks_per_sm: int = 1
-    prefetch: int = 0
 
     @property
     def rows(self) -> int:
@@ -101,20 +97,26 @@ Choice = Skinny | Tiles | Wgmma | None  # None: the vendor's library
 
 ANY = float("inf")
 
-# (most tokens, most KiB of the weight per SM, what is best up to there), as measured on an H200 over the shapes of an
-# 8B model; the first line that fits, and that the GPU can run, holds.
-CHOICES: tuple[tuple[int, float, Choice], ...] = (
-    (4, 320, Skinny(2, 2, 16)),
-    (4, 640, Skinny(2, 2, 8)),
+Choices = tuple[
+    tuple[int, float, Choice], ...
+]  # (most tokens, most KiB of the weight per SM, what is best up to there)
+
+# As measured on an H200 over the shapes of an 8B model, in its decoding step and alone: one kernel's start lies under
+# another's end, so that what is best in place need not be best alone. The first line that fits, and that the GPU can
+# run, holds.
+CHOICES: Choices = (
+    (4, 640, Skinny(1, 3, 16)),
     (4, 1280, Skinny(2, 2, 16)),
     (4, ANY, None),
     (8, 320, Skinny(2, 2, 16)),
     (8, 640, Skinny(1, 4, 8)),
-    (8, 1280, None),
-    (8, 4000, Skinny(1, 3, 16)),
     (8, ANY, None),
-    (16, 320, Skinny(2, 4, 8)),
+    (16, 320, Skinny(2, 2, 16)),
+    (16, 640, Wgmma(32, 2, 10)),
     (16, ANY, None),
+    (32, 320, Wgmma(64, 1, 10)),
+    (32, 640, Wgmma(32, 2, 10)),
+    (32, 1280, Wgmma(64, 1, 10)),
     (32, 4000, None),
     (32, ANY, Wgmma(64, 4, 5)),
     (32, ANY, Tiles(2, 2, 1, 4, 4, blocks_per_sm=2)),
@@ -123,6 +125,15 @@ CHOICES: tuple[tuple[int, float, Choice], ...] = (
     (64, 1280, None),
     (64, 4000, Wgmma(64, 2, 8)),
     (64, 4000, None),
+    (64, ANY, Wgmma(64, 4, 5)),
+)
+
+# Of linear_gate_up_act, where cuBLAS and then the activation are what else there is.
+GATED_CHOICES: Choices = (
+    (8, ANY, Skinny(1, 3, 16)),
+    (16, 320, Skinny(2, 2, 16)),
+    (16, ANY, Wgmma(32, 2, 10)),
+    (32, ANY, Wgmma(32, 4, 6)),
     (64, ANY, Wgmma(64, 4, 5)),
 )
 
@@ -154,7 +165,7 @@ def _linear(kernel: str, x: Array, weight: LinearWeight, dtype: Any, device: Dev
 
 
 def linear_gate_up_act(x: Array, weight: LinearWeight, activation: str = "silu", *, device: Device) -> Array:
-    """gate_up_act(linear(x, weight), activation) to the bit, in one kernel where there are few tokens.
+    """gate_up_act(linear(x, weight), activation), each product rounded, in one kernel where that is quicker.
 
     x [num_tokens, in_features], weight [2 · size, in_features] with the rows of gates first → [num_tokens, size].
     """
@@ -162,12 +173,15 @@ def linear_gate_up_act(x: Array, weight: LinearWeight, activation: str = "silu",
     stored = weight.tensors["weight"]
     _check(kernel, x, weight)
     choice = choose(x, weight.out_features, device)
-    if choice is None:
+    is_large = choice is None and suits(x, weight, device)
+    if choice is None and not is_large:
         return gate_up_act(linear(x, weight, device=device), activation, device=device)
     if activation not in FUNCTIONS:
         raise KernelError(f"{kernel}: the activation {activation!r} has no kernel; there are {', '.join(FUNCTIONS)}")
     y = device.empty((x.shape[0], weight.out_features // 2), x.dtype)
-    if y.size:
+    if choice is None:
+        launch_gated(x, stored, y, FUNCTIONS[activation], device)
+    elif y.size:
         launch(choice, x, stored, weight.bias, y, device, FUNCTIONS[activation])
     return y
 
@@ -182,15 +196,15 @@ def _check(kernel: str, x: Array, weight: LinearWeight) -> None:
         require(kernel, "bias", weight.bias, (weight.out_features,), x.dtype)
 
 
-def choose(x: Array, out_features: int, device: Device) -> Choice:
-    """The line of CHOICES, with as many stages as this GPU's blocks have shared memory for.
+def choose(x: Array, out_features: int, device: Device, choices: Choices = CHOICES) -> Choice:
+    """The line of choices that holds, with as many stages as this GPU's blocks have shared memory for.
 
     None too for what our kernels cannot read: float32, or rows of x that are not all at multiples of 16 bytes.
     """
     if x.dtype.name == "float32" or x.shape[1] % 8 or int(stride(x)) % 8:
         return None
     size = 2 * out_features * x.shape[1] / 1024 / device.num_sms
-    for most_tokens, most_size, choice in CHOICES:
+    for most_tokens, most_size, choice in choices:
         if isinstance(choice, Wgmma) and not device.has_wgmma:
             continue
         if x.shape[0] <= most_tokens and size <= most_size:
@@ -222,12 +236,10 @@ def launch(
     """
     types = f"{type_name('linear', 'x', x)}, {type_name('linear', 'y', y)}, {activation}"
     num_tokens, (out_features, in_features) = x.shape[0], weight.shape
-    sizes = (*map(np.int32, (num_tokens, out_features, in_features)), stride(x), np.int32(choice.prefetch))
+    sizes = (*map(np.int32, (num_tokens, out_features, in_features)), stride(x))
     if isinstance(choice, Skinny):
         token_tiles = next(tiles for tiles in (1, 2, 4) if SKINNY_TOKENS * tiles >= num_tokens)
         rows = SKINNY_ROWS * choice.row_tiles
-        shared_bytes = 4 * choice.warps * SKINNY_TOKENS * token_tiles * (rows + 4)
-        room = (device.max_shared_bytes + 1024) // choice.blocks_per_sm - 1024 if choice.blocks_per_sm else 0
         device.launch(
             Instance(
                 "linear", f"linear_skinny<{types}, {choice.row_tiles}, {token_tiles}, {choice.ahead}, {choice.warps}>"
@@ -235,25 +247,37 @@ def launch(
             (ceil_div(out_features, rows),),
             (32 * choice.warps,),
             [x, weight, bias, y, *sizes],
-            shared_bytes=max(shared_bytes, room),
+            shared_bytes=4 * choice.warps * SKINNY_TOKENS * token_tiles * (rows + 4),
         )
         return
     blocks = (ceil_div(num_tokens, choice.tokens), ceil_div(out_features, choice.rows))
     steps = ceil_div(in_features, STEP)
     if isinstance(choice, Tiles):
-        grid: tuple[int, ...] = (min(choice.blocks_per_sm * device.num_sms, blocks[0] * blocks[1] * steps),)
-        parts: tuple[int, ...] | None = (grid[0], 2, choice.tokens * choice.rows)
-        stem, shared_bytes = "linear_tiles", choice.shared_bytes + choice.tokens * (choice.rows * y.itemsize + 16) + 16
-    else:  # as many splits as give every SM its blocks, none shorter than the stages
-        splits = max(1, min(choice.blocks_per_sm * device.num_sms // (blocks[0] * blocks[1]), steps // choice.stages))
-        grid = (*blocks, splits)
-        parts = (splits, blocks[0] * choice.tokens, blocks[1] * choice.rows) if splits > 1 else None
-        stem, shared_bytes = "linear_tiles_sm90", choice.shared_bytes
-    partials = device.empty(parts, np.float32) if parts else None
+        num_blocks = min(choice.blocks_per_sm * device.num_sms, blocks[0] * blocks[1] * steps)
+        partials = device.empty((num_blocks, 2, choice.tokens * choice.rows), np.float32)
+        device.launch(
+            Instance("linear_tiles", f"linear_tiles<{types}, {', '.join(map(str, choice.template))}>"),
+            (num_blocks,),
+            (choice.threads,),
+            [x, weight, bias, y, partials, device.counters, *sizes],
+            shared_bytes=choice.shared_bytes + choice.tokens * (choice.rows * y.itemsize + 16) + 16,
+        )
+        return
+    splits = _splits(choice, blocks[0] * blocks[1], steps, device)
     device.launch(
-        Instance(stem, f"{stem}<{types}, {', '.join(map(str, choice.template))}>"),
-        grid,
+        Instance("linear_tiles_sm90", f"linear_tiles_sm90<{types}, {', '.join(map(str, choice.template))}, {splits}>"),
+        (*blocks, splits),
         (choice.threads,),
-        [x, weight, bias, y, partials, device.counters, *sizes],
-        shared_bytes=shared_bytes,
+        [x, weight, bias, y, *sizes],
+        shared_bytes=choice.shared_bytes,
     )
+
+
+def _splits(choice: Wgmma, num_tiles: int, steps: int, device: Device) -> int:
+    """As many as run at once, none shorter than the stages: a second round of blocks costs more than some idle SMs.
+
+    Two of a tile can share any SMs; four come from one group of SMs, and a quarter of those may be left over.
+    """
+    room = {4: device.num_sms * 3 // 4, 2: device.num_sms}
+    possible = (n for n in room if n * num_tiles <= room[n] and n * choice.stages <= steps)
+    return next(possible, 1)

@@ -24,16 +24,41 @@ SMALLEST_PINNED, LARGEST_PINNED = (
 NUM_SMALLEST, NUM_LARGER = 16, 2  # pieces of each size that are kept
 
 
+class Driver:
+    """What the pools take memory of."""
+
+    def __init__(self) -> None:
+        self.num_late = 0  # allocations since is_settled
+        self.is_settled = False
+
+    def take(self, num_bytes: int) -> Any:
+        self._count("GPU memory", num_bytes)
+        return cupy.cuda.MemoryPointer(cupy.cuda.Memory(num_bytes), 0)
+
+    def take_pinned(self, num_bytes: int) -> Any:
+        self._count("pinned memory", num_bytes)
+        return cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(num_bytes), 0)
+
+    def _count(self, what: str, num_bytes: int) -> None:
+        if self.is_settled:
+            self.num_late += 1
+            logger.warning("%.1f MB of %s are allocated while serving: a step waits for it", num_bytes / 1e6, what)
+
+
 class Pools:
     """Takes the place of CuPy's default pools, for arrays that are made from now on."""
 
     def __init__(self) -> None:
-        self.num_late = 0  # allocations of the driver since settle
-        self._is_settled = False
-        self._device = cupy.cuda.MemoryPool(self._take)
-        self._pinned = cupy.cuda.PinnedMemoryPool(self._take_pinned)
+        self._driver = Driver()
+        self._device = cupy.cuda.MemoryPool(self._driver.take)
+        self._pinned = cupy.cuda.PinnedMemoryPool(self._driver.take_pinned)
         cupy.cuda.set_allocator(self._device.malloc)
         cupy.cuda.set_pinned_memory_allocator(self._lend_pinned)
+
+    @property
+    def num_late(self) -> int:
+        """How often memory was taken of the driver since settle."""
+        return self._driver.num_late
 
     @property
     def num_bytes(self) -> int:
@@ -55,25 +80,12 @@ class Pools:
         piece = self._device.malloc(num_bytes)
         pinned = [self._pinned.malloc(size) for size, count in _pinned_pieces() for _ in range(count)]
         del piece, pinned
-        self._is_settled = True
-
-    def _take(self, num_bytes: int) -> Any:
-        self._count("GPU memory", num_bytes)
-        return cupy.cuda.MemoryPointer(cupy.cuda.Memory(num_bytes), 0)
-
-    def _take_pinned(self, num_bytes: int) -> Any:
-        self._count("pinned memory", num_bytes)
-        return cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(num_bytes), 0)
+        self._driver.is_settled = True
 
     def _lend_pinned(self, num_bytes: int) -> Any:
         if num_bytes <= LARGEST_PINNED:
             num_bytes = max(SMALLEST_PINNED, 1 << (num_bytes - 1).bit_length())
         return self._pinned.malloc(num_bytes)
-
-    def _count(self, what: str, num_bytes: int) -> None:
-        if self._is_settled:
-            self.num_late += 1
-            logger.warning("%.1f MB of %s are allocated while serving: a step waits for it", num_bytes / 1e6, what)
 
 
 def _pinned_pieces() -> list[tuple[int, int]]:

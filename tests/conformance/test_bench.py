@@ -18,7 +18,7 @@ from conformance.bench import place as place_module
 from conformance.bench import rows_attention, rows_linear, rows_sampling, rows_tokens, table
 from conformance.bench.measure import kernels_of_rows, measure, num_calls, num_passes
 from conformance.bench.place import Place
-from conformance.bench.readme import ROOT, foreign_table, kernel_table, tables, with_tables
+from conformance.bench.readme import ROOT, engine_table, foreign_table, kernel_table, tables, with_tables
 from conformance.bench.row import Goal, Rates, Row, Work, limit_of
 from conformance.bench.table import Figure
 from conformance.machines import MachineMissing
@@ -352,12 +352,28 @@ def test_table_of_kernels() -> None:
     assert linear.endswith("| 80 / 80 | 80 / 80 | cuBLAS 50 / 50 | 85%; short: 1, 2 |")
 
 
+def test_table_of_the_engine() -> None:
+    """Figures of an older arch stand beside those of the GPU's own; what is not known is left empty."""
+    known = {"limit": 11.0, "goal": 14.0, "peer": 14.7, "tflops": 600.0, "share": 0.8}
+    figures = [
+        {"name": "cold start", "value": 31.0, "limit": None, "goal": 60.0, "peer": None, "verdict": "met"},
+        {"name": "prefill 512", "value": 14.12345, "verdict": "ahead of the peer", **known},
+    ]
+    older = {"sm_86": {"figures": [{"name": "prefill 512", "value": 20.0}]}}
+    assert engine_table({"figures": figures}, older) == [
+        "| what | Glint | as sm_86 | TFLOP/s | vLLM | limit | share | goal | |",
+        "|---|---|---|---|---|---|---|---|---|",
+        "| cold start, s | 31 | – |  |  |  |  | 60 | met |",
+        "| prefill 512 tokens, ms | 14.12 | 20 | 600 | 14.7 | 11 | 80% | 14 | ahead of the peer |",
+    ]
+
+
 def test_table_of_others() -> None:
     failed = [{"stem": "layernorm", "case": "odd", "status": "FAIL", "error": 1.0, "tolerance": 0.1}]
-    runs = [{"op": "layernorm", "impl": "a:layernorm", "passed": 3, "failed": failed}]
+    runs = [{"op": "layernorm", "impl": "a:layernorm", "what": "by running means", "passed": 3, "failed": failed}]
     lines = foreign_table({"gpu": "a GPU", "versions": {"torch": "2.11"}, "date": "2026-01-02T03", "runs": runs})
     assert lines[0] == "a GPU, torch 2.11, 2026-01-02:"
-    assert lines[-1] == "| `--op layernorm --impl a:layernorm` | 3 | odd |"
+    assert lines[-1] == "| `--op layernorm --impl a:layernorm` | 3 | odd | by running means |"
 
 
 def test_tables_go_to_their_places() -> None:

@@ -24,7 +24,9 @@ from engine.kernels.activation import gate_up_act
 from engine.kernels.device import Instance
 from engine.kernels.linear import (
     CHOICES,
+    GATED_CHOICES,
     MIN_STAGES,
+    Choices,
     Skinny,
     Tiles,
     Wgmma,
@@ -172,16 +174,20 @@ def test_what_only_hopper_has() -> None:
     """On a device that launches nothing; another GPU is never given it."""
     x, weight, y = (np.zeros(shape, DTYPES["bfloat16"]) for shape in ((100, 4096), (64, 4096), (100, 64)))
     hopper = Notes(num_sms=132, max_shared_bytes=227 << 10, has_wgmma=True)
-    launch(Wgmma(128, 2, 4, blocks_per_sm=2), x, weight, None, y, hopper)
-    assert list(hopper.instances) == [Instance("linear_tiles_sm90", "linear_tiles_sm90<bf16, bf16, kNone, 128, 2, 4>")]
+    for in_features, splits in ((4096, 4), (512, 2), (256, 1)):  # as many as have as many steps as stages
+        launch(Wgmma(128, 2, 4), x[:, :in_features], weight[:, :in_features].copy(), None, y, hopper)
+        entry = f"linear_tiles_sm90<bf16, bf16, kNone, 128, 2, 4, {splits}>"
+        assert list(hopper.instances)[-1] == Instance("linear_tiles_sm90", entry)
     for num_tokens in (24, 64):
         for out_features in (4096, 28672, 128256):
-            assert not isinstance(choose(x[:num_tokens], out_features, Notes(num_sms=132)), Wgmma)
+            for choices in (CHOICES, GATED_CHOICES):
+                assert not isinstance(choose(x[:num_tokens], out_features, Notes(num_sms=132), choices), Wgmma)
 
 
-def test_choices_are_in_order() -> None:
-    assert [line[:2] for line in CHOICES] == sorted(line[:2] for line in CHOICES)
-    assert {line[0] for line in CHOICES} == {line[0] for line in CHOICES if line[1] == float("inf")}
+@pytest.mark.parametrize("choices", [CHOICES, GATED_CHOICES], ids=["plain", "gated"])
+def test_choices_are_in_order(choices: Choices) -> None:
+    assert [line[:2] for line in choices] == sorted(line[:2] for line in choices)
+    assert {line[0] for line in choices} == {line[0] for line in choices if line[1] == float("inf")}
 
 
 def weight_of(shape: Shape, dtype: Any) -> tuple[Array, LinearWeight]:

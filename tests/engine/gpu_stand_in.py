@@ -50,11 +50,9 @@ class Stream:
     def begin_capture(self) -> None:
         self._captured = []
 
-    def is_capturing(self) -> bool:
-        return self._captured is not None
-
     def end_capture(self) -> Graph:
-        assert self._captured is not None, "nothing is captured"
+        if self._captured is None:
+            raise CUDARuntimeError("cudaErrorIllegalState")
         captured, self._captured = self._captured, None
         return Graph(captured)
 

@@ -46,12 +46,13 @@ def _source(file: str) -> str:
 
 @dataclass(slots=True)
 class Record:
-    """Verdicts by id. sources: of the files that they were given on."""
+    """Verdicts by id. sources: of the files that they were given on. scope: what is counted, None = all."""
 
     mutants: dict[str, Mutant]
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     explained: dict[str, str] = field(default_factory=dict)
+    scope: set[str] | None = None
 
     @staticmethod
     def load(path: Path | None, mutants: Iterable[Mutant], same_file: bool = True) -> Record:
@@ -113,11 +114,20 @@ class Record:
         return STATUS.get(status, "")
 
     def _named(self, status: str) -> list[str]:
-        return [name for name in self.verdicts if self._status(name) == status]
+        return [name for name in self.judged if self._status(name) == status]
+
+    @property
+    def judged(self) -> list[str]:
+        return [name for name in self.verdicts if self.scope is None or name in self.scope]
 
     @property
     def unexplained(self) -> list[str]:
         return self._named("FAIL")
+
+    @property
+    def broken(self) -> list[str]:
+        """What could not be judged."""
+        return [name for name in self.judged if self.verdicts[name].status == BROKEN]
 
     @property
     def raw_rate(self) -> float:
@@ -127,7 +137,7 @@ class Record:
 
     def survivors(self) -> list[str]:
         """The hunks of those that nothing explains, ready for the list; and what went wrong with the judging."""
-        lines = [f"{verdict.mutant}: {verdict.found}" for verdict in self.verdicts.values() if verdict.status == BROKEN]
+        lines = [f"{name}: {self.verdicts[name].found}" for name in self.broken]
         for name in sorted(self.unexplained, key=lambda name: (self.mutants[name].file, self.mutants[name].line)):
             lines += [f"# {name}, line {self.mutants[name].line}", self.mutants[name].hunk, "= ", ""]
         return lines
@@ -135,12 +145,12 @@ class Record:
     def table(self) -> list[str]:
         """A line a file, and one for all: mutants judged, and shares found of those that compile."""
         names: dict[str, list[str]] = {}
-        for name in self.verdicts:
+        for name in self.judged:
             names.setdefault(self.mutants[name].file.rpartition("/")[2], []).append(name)
         lines = [
             f"{'file':<24}{'judged':>7}{'no build':>9}{'killed':>7}{'equal':>6}{'left':>5}{'raw':>7}{'of others':>10}"
         ]
-        for file, some in [*sorted(names.items()), ("all", list(self.verdicts))]:
+        for file, some in [*sorted(names.items()), ("all", self.judged)]:
             counts = dict.fromkeys(("no build", "ok", "equivalent", "FAIL"), 0)
             for name in some:
                 counts[self._status(name)] = counts.get(self._status(name), 0) + 1

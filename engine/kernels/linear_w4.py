@@ -1,0 +1,208 @@
+"""Linear layers whose weights are of 4 bits in groups. Defined by grouped_linear of ref/quant/groups.py.
+
+cuda/linear_w4.cu streams the weights for few tokens, linear_w4_sm90.cu has them in wgmma for many on Hopper; elsewhere
+many tokens make cuda/dequantize_w4.cu write the weight out once, and the vendor's library multiplies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.errors import KernelError
+from engine.kernels.activation import FUNCTIONS, gate_up_act
+from engine.kernels.check import ceil_div, require, require_contiguous, stride, type_name
+from engine.kernels.device import Boxes, Device, Instance
+from engine.packed4 import COLUMNS, ROWS
+from engine.weights import LinearWeight
+
+Array = Any
+
+FORMATS = ("packed4", "packed4_gated")  # see engine.packed4
+STEP = 128  # columns of a step of linear_w4
+LARGE_STEP = 64  # of linear_w4_sm90
+LARGE_TOKENS = 128  # of a block's half of a tile of linear_w4_sm90
+LARGE_STAGES = 5
+LARGE_SHARED_BYTES = LARGE_STAGES * 32768 + 65536 + 2048
+WHOLE = 30  # by so many bits a group index is shifted where there is one group
+
+
+@dataclass(frozen=True, slots=True)
+class Few:
+    """Sizes of linear_w4 (cuda/linear_w4.cu)."""
+
+    row_tiles: int
+    token_tiles: int
+    warps: int
+    stages: int
+    blocks_per_sm: int
+
+    def shared_bytes(self, num_tokens: int) -> int:
+        """The stages of x of every warp, and the sums of 8 tokens of all warps."""
+        return self.warps * (self.stages * num_tokens * 2 * STEP + 8 * (16 * self.row_tiles + 4) * 4) + 16
+
+
+# (most tokens, sizes, and those for the 99 KiB that a block has on most cards), as measured on an H200 over the shapes of
+# 72B and 8B models
+CHOICES = (
+    (8, Few(4, 1, 8, 3, 2), Few(4, 1, 8, 2, 1)),
+    (16, Few(4, 2, 8, 2, 1), Few(4, 2, 8, 2, 1)),
+    (32, Few(2, 4, 8, 2, 1), Few(2, 4, 4, 2, 1)),
+)
+FEW_TOKENS = 64  # up to here 32 tokens at a time are quicker than what many tokens take
+
+
+def linear_w4(x: Array, weight: LinearWeight, *, device: Device, dtype: Any = None) -> Array:
+    """y = x Wᵀ + bias, [num_tokens, in_features] → [num_tokens, out_features], type of x or dtype."""
+    kernel = "linear_w4"
+    _check(kernel, x, weight, "packed4")
+    y = device.empty((x.shape[0], weight.out_features), x.dtype if dtype is None else dtype)
+    if y.size:
+        _run(kernel, x, weight, "kNone", y, device)
+    return y
+
+
+def linear_w4_gate_up_act(x: Array, weight: LinearWeight, activation: str, *, device: Device) -> Array:
+    """gate_up_act(linear_w4(x, weight), activation), each product rounded: [num_tokens, in_features] → [num_tokens, size]
+    with size = out_features / 2."""
+    kernel = "linear_w4_gate_up_act"
+    _check(kernel, x, weight, "packed4_gated")
+    if activation not in FUNCTIONS:
+        raise KernelError(f"{kernel}: the activation {activation!r} has no kernel; there are {', '.join(FUNCTIONS)}")
+    y = device.empty((x.shape[0], weight.out_features // 2), x.dtype)
+    if not y.size:
+        return y
+    if x.shape[0] <= FEW_TOKENS or _is_large(y, device):
+        _run(kernel, x, weight, FUNCTIONS[activation], y, device)
+        return y
+    z = device.empty((x.shape[0], weight.out_features), x.dtype)
+    device.matmul(x, dequantize_w4(weight, x.dtype, device=device), z)
+    if weight.bias is not None:
+        z += weight.bias
+    return gate_up_act(z, activation, device=device)
+
+
+def dequantize_w4(weight: LinearWeight, dtype: Any, *, device: Device) -> Array:
+    """The weight [out_features, in_features] in dtype; of a gated one all gates first."""
+    y = device.empty((weight.out_features, weight.in_features), dtype)
+    tensors, groups = weight.tensors, _groups(weight, LARGE_STEP)
+    gated = weight.format == "packed4_gated"
+    entry = f"dequantize_w4<{type_name('dequantize_w4', 'dtype', y)}, {_bool(gated)}, {_bool('zeros' in tensors)}>"
+    group_size = ceil_div(weight.in_features, tensors["scales"].shape[0])
+    device.launch(
+        Instance("dequantize_w4", entry),
+        (tensors["weight"].shape[1], tensors["weight"].shape[0] // 4),
+        (128,),
+        [tensors["weight"], tensors["scales"], tensors.get("zeros"), y, *map(np.int32, (*y.shape, group_size))],
+    )
+    del groups
+    return y
+
+
+def _run(kernel: str, x: Array, weight: LinearWeight, activation: str, y: Array, device: Device) -> None:
+    """y of the kernels of ours that have the activation in them."""
+    if x.shape[0] > FEW_TOKENS and _is_large(y, device):
+        _launch_large(kernel, x, weight, activation, y, device)
+        return
+    if x.shape[0] > FEW_TOKENS and activation == "kNone":
+        device.matmul(x, dequantize_w4(weight, x.dtype, device=device), y)
+        if weight.bias is not None:
+            y += weight.bias
+        return
+    most = CHOICES[-1][0]
+    for first in range(0, x.shape[0], most):
+        rows = slice(first, min(first + most, x.shape[0]))
+        _launch_few(kernel, x[rows], weight, activation, y[rows], device)
+
+
+def _launch_few(kernel: str, x: Array, weight: LinearWeight, activation: str, y: Array, device: Device) -> None:
+    tensors, num_tokens = weight.tensors, x.shape[0]
+    choices = next(sizes for most, *sizes in CHOICES if num_tokens <= most)
+    few = next((sizes for sizes in choices if _fits(sizes, num_tokens, device)), choices[-1])
+    groups, shift = _groups(weight, STEP)
+    types = f"{type_name(kernel, 'x', x)}, {type_name(kernel, 'y', y)}, {activation}, {_bool('zeros' in tensors)}"
+    entry = f"linear_w4<{types}, {groups}, {few.row_tiles}, {few.token_tiles}, {few.warps}, {few.stages}>"
+    row_tiles, steps = tensors["weight"].shape[0], tensors["weight"].shape[1] // 2
+    num_blocks = min(few.blocks_per_sm * device.num_sms, row_tiles // few.row_tiles * steps)
+    partials = device.empty((num_blocks, 2, 8 * few.token_tiles, 16 * few.row_tiles), np.float32)
+    sizes = map(np.int32, (num_tokens, weight.out_features, weight.in_features, shift))
+    device.launch(
+        Instance("linear_w4", entry),
+        (num_blocks,),
+        (32 * few.warps,),
+        [
+            *(x, tensors["weight"], tensors["scales"], tensors.get("zeros"), weight.bias, y, partials, device.counters),
+            *(*sizes, stride(x)),
+        ],
+        shared_bytes=few.shared_bytes(num_tokens),
+    )
+
+
+def _launch_large(kernel: str, x: Array, weight: LinearWeight, activation: str, y: Array, device: Device) -> None:
+    tensors = weight.tensors
+    groups, shift = _groups(weight, LARGE_STEP)
+    zeros = _bool("zeros" in tensors)
+    entry = f"linear_w4_sm90<{type_name(kernel, 'x', x)}, {activation}, {zeros}, {groups}, {LARGE_STAGES}>"
+    device.launch(
+        Instance("linear_w4_sm90", entry),
+        (device.num_sms // 2 * 2,),
+        (384,),
+        [
+            *(Boxes(x, (LARGE_TOKENS, LARGE_STEP)), tensors["weight"], tensors["scales"], tensors.get("zeros")),
+            *(weight.bias, y, *map(np.int32, (x.shape[0], weight.out_features, weight.in_features, shift))),
+        ],
+        shared_bytes=LARGE_SHARED_BYTES,
+    )
+
+
+def _is_large(y: Array, device: Device) -> bool:
+    """Whether linear_w4_sm90 can write y."""
+    return bool(device.has_wgmma) and y.shape[1] % 8 == 0 and y.dtype != np.float32
+
+
+def _fits(few: Few, num_tokens: int, device: Device) -> bool:
+    """An SM has 1 KiB more than a block, and each block takes 1 KiB of it."""
+    room = (device.max_shared_bytes + 1024) // few.blocks_per_sm - 1024
+    return few.shared_bytes(num_tokens) <= room
+
+
+def _groups(weight: LinearWeight, step: int) -> tuple[int, int]:
+    """Groups of a step of so many columns, and by how many bits their index is shifted: see the kernels."""
+    group_size = ceil_div(weight.in_features, weight.tensors["scales"].shape[0])
+    if weight.tensors["scales"].shape[0] == 1:
+        return 1, WHOLE
+    groups = max(1, step // group_size)
+    return groups, (group_size * groups // step).bit_length() - 1
+
+
+def _check(kernel: str, x: Array, weight: LinearWeight, format: str) -> None:
+    """Raises KernelError for arrays that do not fit each other."""
+    if weight.format != format:
+        raise KernelError(f"{kernel}: the weight is {weight.format}; expected {format}")
+    out_features, in_features = weight.out_features, weight.in_features
+    require(kernel, "x", x, (None, in_features))
+    if in_features % 8 or int(stride(x)) % 8:
+        raise KernelError(f"{kernel}: rows of x are {in_features} numbers, {stride(x)} apart; expected multiples of 8")
+    packed, scales, zeros = (weight.tensors.get(name) for name in ("weight", "scales", "zeros"))
+    if packed is None or scales is None:
+        raise KernelError(f"{kernel}: the weight has {', '.join(weight.tensors)}; expected weight and scales")
+    quads, steps = ceil_div(out_features, ROWS), ceil_div(in_features, COLUMNS) * 2
+    require(kernel, "weight", packed, (4 * quads, steps, 32, 4), np.uint32)
+    require(kernel, "scales", scales, (None, quads, 8, 4, 2), np.float16)
+    group_size = ceil_div(in_features, scales.shape[0])
+    one = scales.shape[0] == 1
+    if not one and (group_size not in (32, 64) and (group_size % 128 or group_size & (group_size - 1))):
+        raise KernelError(f"{kernel}: groups of {group_size} columns; expected 32, 64, 128 times a power of two, or one")
+    if zeros is not None:
+        require(kernel, "zeros", zeros, scales.shape, np.uint8)
+        require_contiguous(kernel, "zeros", zeros)
+    require_contiguous(kernel, "weight", packed)
+    require_contiguous(kernel, "scales", scales)
+    if weight.bias is not None:
+        require(kernel, "bias", weight.bias, (out_features,), x.dtype)
+
+
+def _bool(value: bool) -> str:
+    return "true" if value else "false"

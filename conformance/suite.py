@@ -17,6 +17,7 @@ from conformance import (
     kv_cache,
     layernorm,
     linear,
+    linear_w4,
     mla,
     moe,
     moe_routing,
@@ -31,6 +32,7 @@ from engine.ops import OpTable, cpu_ops
 OPS = (
     embedding,
     linear,
+    linear_w4,
     mla,
     rmsnorm,
     layernorm,

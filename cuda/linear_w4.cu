@@ -3,8 +3,7 @@
 // maths      z[m, n] = Σ_k x[m, k] · (q[n, k] − zero[n, g(k)]) · scale[n, g(k)] (+ bias[n]); y = z, or with a gate
 //            y[m, n] = f(z[m, gate n]) · z[m, up n]
 // tensors    x [num_tokens, in_features] T, rows x_stride apart, at multiples of 16 bytes; weight, scales fp16 and zeros
-//            uint8 packed as include/grouped.cuh says (zeros null: all are 8); bias [out_features] T or null, in the order
-//            of the packed rows; y [num_tokens, size] Y. With a gate a tile of 16 packed rows is 8 gates and the 8 that
+//            uint8 packed as include/grouped.cuh says (zeros null: all are 8); bias [out_features] T or null; y [num_tokens, size] Y. With a gate a tile of 16 packed rows is 8 gates and the 8 that
 //            they are multiplied by, and size = out_features / 2
 // a block    owns an equal share of all steps: y is cut into tiles of 16 · kRowTiles rows, a tile into steps of 128 columns,
 //            and the steps of all tiles in a row are shared out; its warps take them in turn and add up at the end of a
@@ -208,15 +207,15 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
     const auto part_of = [&](int block) {
       return partials + (2 * block + (block == first_block && is_second)) * static_cast<index_t>(kTokens * kRows);
     };
-    const int first_out = tile * kOuts, first_row = tile * kRows;
+    const int first_out = tile * kOuts;
     const auto finish = [&](int token, int out, auto sum_of) {
       if (first_out + out >= size || token >= num_tokens) return;
       const int row = kGated ? out / 8 * 16 + out % 8 : out;
       float z = sum_of(row);
-      if (bias != nullptr) z += to_float(bias[first_row + row]);
+      if (bias != nullptr) z += to_float(bias[first_out + out]);
       if constexpr (kGated) {
         float up = sum_of(row + 8);
-        if (bias != nullptr) up += to_float(bias[first_row + row + 8]);
+        if (bias != nullptr) up += to_float(bias[size + first_out + out]);
         z = activation<kActivation>(to_float(from_float<T>(z))) * to_float(from_float<T>(up));
       }
       y[static_cast<index_t>(token) * size + first_out + out] = from_float<Y>(z);

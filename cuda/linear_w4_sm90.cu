@@ -200,10 +200,11 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(3 * kThreads,
     // y by token: matrices of 8 outs by 8 tokens are stored the other way round, and read 16 bytes at a time.
     named_barrier(1 + me, kThreads);  // the results of the tile before have been read
     float biases[2] = {};
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      if (bias != nullptr && 16 * row_tile + 8 * half + group < out_features)
-        biases[half] = to_float(bias[16 * row_tile + 8 * half + group]);
+    const int rows_of_tile = kGated ? 8 : 16, row = rows_of_tile * row_tile + group;  // of y; the other is 8, or size, on
+    if (bias != nullptr) {
+      if (row < size) biases[0] = to_float(bias[row]);
+      if (kGated ? row < size : row + 8 < size) biases[1] = to_float(bias[kGated ? size + row : row + 8]);
+    }
 #pragma unroll
     for (int i = 0; i < kTokens / 8; i += kGated ? 4 : 2) {
       unsigned values[4];

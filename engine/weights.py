@@ -72,6 +72,7 @@ class LinearWeight:
     """The weight of y = x Wᵀ + bias as a value; what is in tensors is the format's business.
 
     format "dense": tensors["weight"] [out_features, in_features], floating point; of experts one axis more in front.
+    format "packed4" and "packed4_gated": 4 bits a number, see engine.packed4.
     The op table's prepare, and mla_split_kv_b for a spec with `latent`, put others in its place.
     """
 

@@ -17,7 +17,7 @@ PACKAGES = ("ref", "engine", "server", "conformance")
 # a module of it has a line of its own.
 LAYERS = (
     ("engine", "engine.errors", "engine.system", "engine.log"),
-    ("engine.sampling_params", "engine.memory_plan"),
+    ("engine.sampling_params", "engine.memory_plan", "engine.packed4"),
     ("engine.api", "engine.config", "engine.weights", "engine.env", "engine.stats", "engine.messages"),
     ("engine.sequence", "engine.blocks", "engine.batch", "engine.scheduler", "engine.faults", "engine.prefix_lm"),
     ("engine.logit_edits",),

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from engine.cpu.activation import gate_up_act
 from engine.cpu.team import Team
+from engine.packed4 import unpack4
 from engine.weights import LinearWeight
 
 Float32 = NDArray[np.float32]
@@ -19,8 +20,19 @@ def prepare_dense(weight: LinearWeight) -> LinearWeight:
 
     OpenBLAS multiplies a few rows by that layout about a fifth faster than by [out, in] (2 cores, 2 to 32 rows).
     """
-    stored = np.ascontiguousarray(np.asarray(weight.tensors["weight"], np.float32).swapaxes(-2, -1))
-    return replace(weight, tensors={"weight_t": stored})
+    dense = weight.tensors["weight"] if weight.format == "dense" else _decoded4(weight)
+    stored = np.ascontiguousarray(np.asarray(dense, np.float32).swapaxes(-2, -1))
+    return replace(weight, format="dense", tensors={"weight_t": stored})
+
+
+def _decoded4(weight: LinearWeight) -> Float32:
+    """[out_features, in_features] of a weight of 4 bits (engine.packed4)."""
+    gated = weight.format == "packed4_gated"
+    q, scales, zeros = unpack4(weight.tensors, weight.out_features, weight.in_features, gated=gated)
+    group_size = -(-weight.in_features // scales.shape[1])
+    groups = np.arange(weight.in_features) // group_size
+    steps = q.astype(np.float32) - zeros.astype(np.float32)[:, groups]
+    return steps * scales.astype(np.float32)[:, groups]
 
 
 def linear(x: Float32, weight: LinearWeight, *, team: Team) -> Float32:

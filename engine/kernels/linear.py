@@ -16,6 +16,7 @@ from engine.kernels.activation import FUNCTIONS, gate_up_act
 from engine.kernels.check import ceil_div, require, require_contiguous, stride, type_name
 from engine.kernels.device import Device, Instance
 from engine.kernels.linear_gated import launch_gated, suits
+from engine.kernels.linear_w4 import linear_w4, linear_w4_gate_up_act
 from engine.weights import LinearWeight
 
 Array = Any
@@ -149,6 +150,8 @@ def logits(x: Array, weight: LinearWeight, *, device: Device) -> Array:
 
 
 def _linear(kernel: str, x: Array, weight: LinearWeight, dtype: Any, device: Device) -> Array:
+    if weight.format != "dense":
+        return linear_w4(x, weight, device=device, dtype=dtype)
     stored = weight.tensors["weight"]
     _check(kernel, x, weight)
     y = device.empty((x.shape[0], weight.out_features), dtype)
@@ -170,6 +173,8 @@ def linear_gate_up_act(x: Array, weight: LinearWeight, activation: str = "silu",
     x [num_tokens, in_features], weight [2 · size, in_features] with the rows of gates first → [num_tokens, size].
     """
     kernel = "linear_gate_up_act"
+    if weight.format != "dense":
+        return linear_w4_gate_up_act(x, weight, activation, device=device)
     stored = weight.tensors["weight"]
     _check(kernel, x, weight)
     choice = choose(x, weight.out_features, device)

@@ -87,7 +87,7 @@ def linear_w4_gate_up_act(x: Array, weight: LinearWeight, activation: str, *, de
 def dequantize_w4(weight: LinearWeight, dtype: Any, *, device: Device) -> Array:
     """The weight [out_features, in_features] in dtype; of a gated one all gates first."""
     y = device.empty((weight.out_features, weight.in_features), dtype)
-    tensors, groups = weight.tensors, _groups(weight, LARGE_STEP)
+    tensors = weight.tensors
     gated = weight.format == "packed4_gated"
     entry = f"dequantize_w4<{type_name('dequantize_w4', 'dtype', y)}, {_bool(gated)}, {_bool('zeros' in tensors)}>"
     group_size = ceil_div(weight.in_features, tensors["scales"].shape[0])
@@ -97,7 +97,6 @@ def dequantize_w4(weight: LinearWeight, dtype: Any, *, device: Device) -> Array:
         (128,),
         [tensors["weight"], tensors["scales"], tensors.get("zeros"), y, *map(np.int32, (*y.shape, group_size))],
     )
-    del groups
     return y
 
 

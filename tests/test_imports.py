@@ -51,6 +51,7 @@ LAYERS = (
     ),
     ("engine.backends",),
     ("engine.admission",),
+    ("engine.in_flight", "engine.slots"),
     ("engine.loop",),
     ("engine.build",),
     (

@@ -18,7 +18,7 @@ ARGS="…"         for engine.serve or pytest:  make serve ARGS="--model DIR --p
                                               make test ARGS="tests/engine -k sampler"
 PYTHON=…         the Python (3.11 or later) that .venv is made with; else the first that fits of those in the PATH
 CUDA=12|13|none  the CUDA packages to add; else 13 for an NVIDIA driver from 580 on, 12 for an older one, none without
-                 (here: $(CUDA_FOUND))
+                 (here: $(CUDA_FOUND)); tests have a compiler for GPUs in any case
 GLINT_OFFLINE=1  tests fetch nothing; those of the starter model are skipped unless it has been fetched before
 endef
 
@@ -54,7 +54,8 @@ comma := ,
 empty :=
 extras = $(subst $(empty) $(empty),$(comma),$(strip $(1)))
 SERVE_READY := $(VENV)/.installed-serve-$(CUDA_EXTRA)
-TEST_READY := $(VENV)/.installed-test-$(CUDA_EXTRA)
+TEST_CUDA := $(or $(CUDA_EXTRA),nvrtc)
+TEST_READY := $(VENV)/.installed-test-$(TEST_CUDA)
 
 help:
 	$(info $(HELP))
@@ -92,7 +93,7 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(SERVE_READY): EXTRAS := $(CUDA_EXTRA)
-$(TEST_READY): EXTRAS := test $(CUDA_EXTRA)
+$(TEST_READY): EXTRAS := test $(TEST_CUDA)
 
 # An empty file that stands for a finished install. What pip downloads is shown as it goes, the rest of its talk is not;
 # its warnings and errors are. A .venv without pip is one that was cut short or made by another tool.

@@ -53,11 +53,12 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int newest = (seq_len - 1) / kChunk;  // has a token that the kernel before stores
 
   // Each lane knows the slot of one token of a chunk and brings 16 bytes of every second token.
-  const auto copy = [&](int chunk, int stage) {
+  const auto slot_of = [&](int chunk) {
     const int token = chunk * kChunk + lane % kChunk;
-    const bool known = chunk < end && token < seq_len;
-    const int block = known ? block_table[static_cast<index_t>(seq) * table_stride + token / block_size] : 0;
-    const int slot = known ? block * block_size + token % block_size : -1;
+    if (chunk >= end || token >= seq_len) return -1;
+    return block_table[static_cast<index_t>(seq) * table_stride + token / block_size] * block_size + token % block_size;
+  };
+  const auto copy = [&](int slot, int stage) {
     T* const k_tile = ring + stage * 2 * kTile;
 #pragma unroll
     for (int i = 0; i < kChunk * kUnits / 32; ++i) {
@@ -68,17 +69,20 @@ __global__ void __launch_bounds__(32 * kWarps)
       cp_async(k_tile + kTile + place<kHeadDim>(row, unit), v_cache + from, place_of_row >= 0);
     }
   };
+  int slots[kStages - 1];
+#pragma unroll
+  for (int stage = 0; stage < kStages - 1; ++stage) slots[stage] = slot_of(begin + warp + stage * kWarps);
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) {
-    const int chunk = begin + warp + stage * kWarps;
-    if (chunk != newest) copy(chunk, stage);
+    if (begin + warp + stage * kWarps != newest) copy(slots[stage], stage);
     cp_async_commit();
   }
+  int next_slot = slot_of(begin + warp + (kStages - 1) * kWarps);  // known when its turn comes
   dependency_wait();
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage)
     if (begin + warp + stage * kWarps == newest) {
-      copy(newest, stage);
+      copy(slots[stage], stage);
       cp_async_commit();
       cp_async_wait<0>();  // it is the warp's last one
     }
@@ -97,8 +101,9 @@ __global__ void __launch_bounds__(32 * kWarps)
   const float scale = sm_scale * kLog2e;
   int stage = 0;
   for (int chunk = begin + warp; chunk < end; chunk += kWarps) {
-    copy(chunk + (kStages - 1) * kWarps, (stage + kStages - 1) % kStages);
+    copy(next_slot, (stage + kStages - 1) % kStages);
     cp_async_commit();
+    next_slot = slot_of(chunk + kStages * kWarps);
     cp_async_wait<kStages - 1>();
     __syncwarp();
     const T* const k_tile = ring + stage * 2 * kTile;

@@ -9,34 +9,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
 from engine.admission import Limits, check_request, make_sequences
 from engine.api import FinishReason, GenerationRequest, TokenEvent
-from engine.batch import StepPlan, unknown_id
+from engine.batch import StepPlan
 from engine.errors import CapacityError, EngineDeadError, RequestError
 from engine.faults import Faults
-from engine.runner import ModelRunner, PromptScores, StartedStep, StepResult
+from engine.in_flight import InFlight, forget_unknown
+from engine.runner import ModelRunner, StepResult
 from engine.sampler import needs_tokens
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceState, token_event
+from engine.slots import release_slots, sync_slots
 from engine.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 8  # in a row; then the engine itself is at fault, not a request
-
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A step that has been launched and whose tokens are not known yet."""
-
-    plan: StepPlan
-    seqs: list[Sequence]  # of its rows
-    started: StartedStep
-    positions: list[int]  # of the tokens to come, in their sequences, by rows that sample
 
 
 class Engine:
@@ -142,7 +133,7 @@ class Engine:
         if self._in_flight is not None and not overlaps:
             return self._collect()  # what comes next must know everything
         plan = self._schedule()
-        self._sync_slots()
+        self._prompt_tokens += sync_slots(self.scheduler, self.runner, self.limits.eos_token_ids)
         if plan is None:
             return self._collect() + self._end_exhausted()
         self._steps += 1
@@ -174,12 +165,7 @@ class Engine:
         except Exception as error:
             events = self._collect()
             return events + self._on_failed_step([seq for seq in seqs if seq.state is SequenceState.RUNNING], error)
-        positions = []
-        for seq, samples in zip(seqs, plan.samples.tolist(), strict=True):
-            if samples:
-                positions.append(len(seq.token_ids))
-                seq.token_ids.append(unknown_id(seq.slot))
-        before, self._in_flight = self._in_flight, InFlight(plan, seqs, started, positions)
+        before, self._in_flight = self._in_flight, InFlight.of(plan, seqs, started)
         events = [] if before is None else self._land(before)
         self.scheduler.commit(plan, seqs)
         return events
@@ -195,9 +181,7 @@ class Engine:
             result = self.runner.finish(flight.started)
         except Exception as error:  # steps behind it read what it should have written
             self._in_flight = None
-            for seq in self._sequences():
-                while seq.token_ids[-1] < 0:
-                    seq.token_ids.pop()
+            forget_unknown(self._sequences())
             return self._on_failed_step(list(self.scheduler.running), error)
         self._failed_in_a_row = 0
         return self._take_results(flight.plan, flight.seqs, result, flight.positions)
@@ -223,32 +207,6 @@ class Engine:
         faults.before_run(self._steps, seqs)
         sampling = [seq for seq, samples in zip(seqs, plan.samples, strict=True) if samples]
         return self.runner.step(plan, lambda logits, slots: faults.spoil_logits(logits, sampling))
-
-    def _sync_slots(self) -> None:
-        """Tells the runner which slots have been left and which were taken."""
-        self._forget_released_slots()
-        for seq in self.scheduler.admitted:
-            sampling = seq.request.sampling
-            if seq.index == 0 and seq.num_preemptions == 0:
-                self._prompt_tokens += len(seq.request.prompt_ids)
-            self.runner.sampler.add(
-                slot=seq.slot,
-                sampling=sampling,
-                seed=seq.seed,
-                prompt_ids=seq.request.prompt_ids,
-                output_ids=seq.token_ids[seq.num_prompt :],
-                eos_token_ids=self.limits.eos_token_ids,
-                choice=seq.index,
-            )
-            if seq.wants_prompt_logprobs:
-                prompt_ids = np.array(seq.request.prompt_ids, np.int32)
-                self.runner.score_prompt(seq.slot, PromptScores(prompt_ids, sampling.prompt_logprobs or 0))
-        self.scheduler.admitted.clear()
-
-    def _forget_released_slots(self) -> None:
-        for slot in self.scheduler.released_slots:
-            self.runner.release(slot)
-        self.scheduler.released_slots.clear()
 
     def _take_results(
         self, plan: StepPlan, seqs: list[Sequence], result: StepResult, positions: list[int] | None
@@ -278,7 +236,7 @@ class Engine:
             events.append(event)
             if event.finish_reason is not None:
                 self._end(seq)
-        self._forget_released_slots()
+        release_slots(self.scheduler, self.runner)
         return events
 
     def _finish(
@@ -291,7 +249,7 @@ class Engine:
 
     def _end(self, seq: Sequence, discard: bool = False) -> None:
         self.scheduler.remove(seq, discard)
-        self._forget_released_slots()
+        release_slots(self.scheduler, self.runner)
         self._num_informed -= needs_tokens(seq.request.sampling)
         siblings = self._live[seq.request.request_id]
         siblings.remove(seq)
@@ -310,7 +268,7 @@ class Engine:
         for seq in reversed(seqs):
             seq.suspect = True
             self.scheduler.preempt(seq)
-        self._forget_released_slots()
+        release_slots(self.scheduler, self.runner)
         return []
 
     def stats(self) -> EngineStats:

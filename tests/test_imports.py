@@ -46,9 +46,12 @@ LAYERS = (
         "engine.kernels.graphs",
         "engine.kernels.store",
         "engine.kernels.dry_run",
+        "engine.kernels.resources",
+        "engine.kernels.__main__",
     ),
     ("engine.backends",),
     ("engine.admission",),
+    ("engine.in_flight", "engine.slots"),
     ("engine.loop",),
     ("engine.build",),
     (
@@ -71,7 +74,10 @@ NOT_AT_RUN_TIME = ("torch", "transformers", "jax")
 KERNELS = "engine.kernels"
 GPU = (  # these alone import cupy
     "engine.backends.cuda",
-    *(f"{KERNELS}.{name}" for name in ("gpu", "compile", "cublas", "forward", "graphs", "pools", "store")),
+    *(
+        f"{KERNELS}.{name}"
+        for name in ("gpu", "compile", "cublas", "forward", "graphs", "pools", "resources", "store", "__main__")
+    ),
 )
 OWN_MODULES = {  # third-party packages that are kept behind a few modules
     "tokenizers": {"engine.tokenizer", "engine.gguf_tokenizer", "ref.__main__"},

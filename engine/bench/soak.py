@@ -38,6 +38,7 @@ GAUGES = ("num_requests_running", "num_requests_waiting", "kv_blocks_used")
 COUNTERS = {  # of the server; what must stay 0 is True
     "failed_steps_total": True,
     "bad_logits_rows_total": True,
+    "late_allocations_total": True,
     'request_success_total{finished_reason="error"}': True,
     "preemptions_total": False,
     "prefix_cache_hits_total": False,

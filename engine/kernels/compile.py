@@ -27,15 +27,6 @@ from engine.system import usable_cores
 
 CUDA = Path(__file__).parents[2] / "cuda"
 INCLUDE = CUDA / "include"
-MAX_SHARED_BYTES = {  # of a block, by arch
-    "sm_80": 163 << 10,
-    "sm_86": 99 << 10,
-    "sm_89": 99 << 10,
-    "sm_90": 227 << 10,
-    "sm_100": 227 << 10,
-    "sm_120": 99 << 10,
-}
-ARCHES = tuple(MAX_SHARED_BYTES)
 OPTIONS = ("-std=c++17", "-default-device", "-ftz=true", "-lineinfo")
 NEEDS_CUDA = {100: "12.8", 120: "12.8", 103: "12.9", 121: "12.9"}  # the first that knows an arch of Blackwell
 
@@ -70,7 +61,7 @@ def compile_all(
     """All instances, from the cache or made now, several at a time.
 
     Args:
-        target: one of ARCHES, another that NVRTC knows, or compute_XX for PTX.
+        target: one of arches.ARCHES, another that NVRTC knows, or compute_XX for PTX.
         folder: of the cache; made if it is not there.
         progress: show a bar on standard error if that is a terminal.
     Raises:

@@ -24,7 +24,8 @@ from engine.rope_table import RopeTable
 from engine.sampler import Sampler
 from engine.weights import LinearWeight, WeightMap, Weights
 
-LINEAR_ROWS = (*range(1, 33), *range(40, 257, 8), 512)  # a linear layer's kernel goes by the number of rows
+# A linear layer's kernel goes by the number of rows: both sides of what may be a border.
+LINEAR_ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 257)
 BLOCK_SIZE = 16
 TABLE_WIDTH = 512  # blocks of the longest sequence: long enough to be split
 SAMPLINGS = (  # that together need every kernel of the sampler

@@ -20,7 +20,8 @@ from cuda.bindings import driver
 from numpy.typing import NDArray
 
 from engine.errors import KernelError
-from engine.kernels.compile import ARCHES, MAX_SHARED_BYTES, arch_of, compile_all, compile_kernel
+from engine.kernels.arches import ARCHES
+from engine.kernels.compile import arch_of, compile_all, compile_kernel
 from engine.kernels.cublas import WORKSPACE_BYTES, Cublas
 from engine.kernels.device import NUM_COUNTERS, Argument, Dims, Instance
 from engine.kernels.driver_errors import explain
@@ -157,7 +158,7 @@ class Gpu:
         self._target = self.arch
         if self.arch != own:
             self._target = _virtual(self.arch, own)
-            self.max_shared_bytes = min(self.max_shared_bytes, MAX_SHARED_BYTES[self.arch])
+            self.max_shared_bytes = min(self.max_shared_bytes, ARCHES[self.arch].block_shared_bytes)
         self.has_wgmma = self._target == "sm_90"
         self.counters = cupy.zeros(NUM_COUNTERS, np.uint32)
         self._cache = cache

@@ -28,7 +28,7 @@ class GpuStore:
         self._dtype = np.dtype(dtype)
         self._stream = cupy.cuda.get_current_stream()
         self._staging: list[Any] = []
-        self._free = [cupy.cuda.Event(), cupy.cuda.Event()]
+        self._free = [cupy.cuda.Event(disable_timing=True) for _ in range(NUM_STAGING)]
         self._turn = 0
 
     def empty(self, shape: tuple[int, ...]) -> Array:
@@ -69,11 +69,10 @@ class GpuStore:
         for first in range(0, raw.size, STAGING_BYTES):
             part = raw[first : first + STAGING_BYTES]
             staging, free = self._staging[self._turn], self._free[self._turn]
-            self._turn = 1 - self._turn
+            self._turn = (self._turn + 1) % NUM_STAGING
             free.synchronize()
             staging[: part.size] = part
-            place = cupy.cuda.MemoryPointer(target.data.mem, target.data.ptr - target.data.mem.ptr + first)
-            place.copy_from_host_async(staging.ctypes.data, part.size, self._stream)
+            (target.data + first).copy_from_host_async(staging.ctypes.data, part.size, self._stream)
             free.record(self._stream)
 
     def finish(self) -> None:

@@ -22,6 +22,7 @@ from conformance.bench.readme import ROOT, engine_table, foreign_table, kernel_t
 from conformance.bench.row import Goal, Rates, Row, Work, limit_of
 from conformance.bench.table import Figure
 from conformance.machines import MachineMissing
+from conformance.report import result_lines
 from engine.errors import KernelError
 from engine.kernels.device import Instance
 from engine.kernels.notes import Notes
@@ -374,6 +375,18 @@ def test_table_of_others() -> None:
     lines = foreign_table({"gpu": "a GPU", "versions": {"torch": "2.11"}, "date": "2026-01-02T03", "runs": runs})
     assert lines[0] == "a GPU, torch 2.11, 2026-01-02:"
     assert lines[-1] == "| `--op layernorm --impl a:layernorm` | 3 | odd | by running means |"
+
+
+def test_stored_runs_are_listed(tmp_path: Path) -> None:
+    """python -m conformance --results: the benchmark by its verdicts, with the kernels that changed since."""
+    bench = {**stored("sm_90", "short"), "kernels": {"rmsnorm": "0" * 64}}
+    runs = [{"op": "rmsnorm", "impl": "a:b", "passed": 3, "failed": [{"case": "odd"}]}]
+    (tmp_path / "bench.json").write_text(json.dumps(bench))
+    (tmp_path / "foreign.json").write_text(json.dumps({"gpu": "a GPU", "date": "2026", "runs": runs}))
+    assert result_lines(tmp_path) == [
+        "bench.json: NVIDIA H200, 2026-01-02T03:04:05+00:00, 0 met, 2 short, 0 BEHIND, 0 WRONG; changed since: rmsnorm",
+        "foreign.json: a GPU, 2026, 3 passed, 1 failed",
+    ]
 
 
 def test_tables_go_to_their_places() -> None:

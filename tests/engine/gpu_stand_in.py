@@ -115,16 +115,25 @@ STREAM = Stream()
 POOLS = [MemoryPool()]  # the last one gives
 
 
+class Pointer:
+    """To memory of the stand-in."""
+
+    def __init__(self, address: int) -> None:
+        self.ptr = address
+
+    def __add__(self, offset: int) -> Pointer:
+        return Pointer(self.ptr + offset)
+
+    def copy_from_host_async(self, host: int, size: int, stream: Stream) -> None:
+        stream.launch(lambda: ctypes.memmove(self.ptr, host, size))
+
+
 class Array(np.ndarray):
     """What is done with it is launched. What it holds is known when the stream has been waited for."""
 
     @property
     def data(self) -> Any:  # type: ignore[override]
-        address = self.ctypes.data
-        return SimpleNamespace(
-            ptr=address,
-            copy_from_host_async=lambda host, size, stream: stream.launch(lambda: ctypes.memmove(address, host, size)),
-        )
+        return Pointer(self.ctypes.data)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         launch(lambda to, index, given: to.__setitem__(index, given), self, key, value)

@@ -1,0 +1,93 @@
+"""engine.kernels.store over a stand-in for CuPy: weights arrive whole, in the order in which they are read.
+
+KVM-06: an array that another stream copies into may be read, or its memory given away, before the copy has come. The
+engine has one stream on a GPU, for copies too; KVM-08: so nothing that clears or fills memory can come at a wrong time.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import engine
+from conformance.golden_models import write_safetensors
+from engine.checkpoint.folder import folder_tensors
+from tests.engine import gpu_stand_in as stand_in
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+SHAPES = {"first": (40, 33), "second": (7, 5), "third": (64,), "last": (40, 33)}
+
+
+@pytest.fixture
+def store_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    cupy = ModuleType("cupy")
+    cuda = SimpleNamespace(
+        alloc_pinned_memory=bytearray,
+        Event=stand_in.Event,
+        get_current_stream=lambda: stand_in.STREAM,
+        memory=SimpleNamespace(OutOfMemoryError=MemoryError),
+    )
+    cupy.__dict__.update(cuda=cuda, empty=stand_in.empty)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.delitem(sys.modules, "engine.kernels.store", raising=False)
+    module = importlib.import_module("engine.kernels.store")
+    monkeypatch.setattr(module, "STAGING_BYTES", 256)  # so that each buffer is filled many times
+    yield module
+    stand_in.STREAM.__init__()  # type: ignore[misc]
+    sys.modules.pop("engine.kernels.store", None)
+
+
+@pytest.fixture(params=["bfloat16", "float32"])
+def tensors(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, np.ndarray]:
+    """As stored, in the store's type and in one that must be converted."""
+    rng = np.random.default_rng(0)
+    made = {name: rng.standard_normal(shape, np.float32) for name, shape in SHAPES.items()}
+    write_safetensors(tmp_path / "model.safetensors", made, request.param)
+    return {name: values.astype(BF16) for name, values in made.items()}
+
+
+def read_all(store: Any, folder: Path) -> dict[str, Any]:
+    """Matrices go to arrays that are seen transposed, as those of CPM-1 do."""
+    stored = folder_tensors(folder)
+    targets = {}
+    for name, shape in SHAPES.items():
+        targets[name] = store.empty(shape[::-1])
+        store.read(stored[name], targets[name].T)
+    return targets
+
+
+def test_kvm_06_weights_arrive(store_module: ModuleType, tensors: dict[str, np.ndarray], tmp_path: Path) -> None:
+    store = store_module.GpuStore(BF16)
+    targets = read_all(store, tmp_path)
+    store.finish()
+    for name, values in tensors.items():
+        np.testing.assert_array_equal(stand_in.raw(targets[name]).T, values)
+
+
+def test_kvm_06_can_fail(store_module: ModuleType, tensors: dict[str, np.ndarray], tmp_path: Path) -> None:
+    """With copies over a stream of their own."""
+    store = store_module.GpuStore(BF16)
+    store._stream = stand_in.Stream()
+    targets = read_all(store, tmp_path)
+    stand_in.STREAM.synchronize()
+    store._stream.synchronize()
+    assert any((values != stand_in.raw(targets[name]).T).any() for name, values in tensors.items())
+
+
+def test_kvm_08_a_gpu_has_one_stream() -> None:
+    """Made by the backend, which makes it the current one; nobody names another, or the default one."""
+    found = []
+    for file in sorted(Path(engine.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr in ("Stream", "ExternalStream", "null", "ptds"):
+                found.append((file.name, ast.unparse(node)))
+    assert found == [("cuda.py", "cupy.cuda.Stream")]

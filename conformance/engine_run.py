@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from engine.batch import ForwardBatch, StepPlan, build_batch, token_positions
 from engine.checkpoint.loader import load_model_config, load_weights
+from engine.checkpoint.quantized import keep_packed
 from engine.checkpoint.prepare import prepare_weights
 from engine.checkpoint.source import resolve
 from engine.checkpoint.stored_tensor import StoredTensor, read_into
@@ -58,6 +59,12 @@ class LikeStore:
         read_into(tensor, stored)
         target[...] = self._namespace.asarray(stored).astype(self.dtype)
 
+    def write(self, values: NDArray[np.float32], target: Array) -> None:
+        target[...] = self._namespace.asarray(values).astype(self.dtype)
+
+    def put(self, array: Array) -> Array:
+        return self._namespace.asarray(array)
+
     def fill_normally(self, array: Array, seed: tuple[int, int], std: float) -> None:
         values = np.random.default_rng(seed).standard_normal(array.shape, np.float32) * np.float32(std)
         array[...] = self._namespace.asarray(values).astype(self.dtype)
@@ -69,16 +76,18 @@ def make_runner(
     prompts: Prompts,
     make_comm: Callable[[OpTable], OneRank] = OneRank,
     store: LikeStore | None = None,
+    packed: bool = False,
 ) -> ModelRunner:
     """A runner of the checkpoint with room for these prompts; engine.build makes one over the machine's own ops.
 
-    store: where weights and cache lie, and in what type; None = float32 of NumPy.
+    store: where weights and cache lie, and in what type; None = float32 of NumPy. packed: 4-bit weights stay so.
     """
     store = LikeStore(np.zeros(0, np.float32)) if store is None else store
     source = resolve(str(folder))
     config = load_model_config(source)
     architecture = ARCHITECTURES[config.architecture]
     weight_map = architecture.weight_map(config)
+    weight_map = keep_packed(weight_map) if packed else weight_map
     weights = prepare_weights(load_weights(source, weight_map, store, progress=False), weight_map, ops)
     model = architecture.build(config, weights, ops)
     num_blocks = sum(-(-len(prompt) // BLOCK_SIZE) for prompt in prompts) + 2

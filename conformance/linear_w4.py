@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from conformance.case import HALVES, Case, Inputs, Kept, Outputs
 from conformance.inputs import guarded, normal
 from engine.ops import OpTable
-from engine.packed4 import pack4, unpack4
+from engine.packed4 import PACKED, PACKED_GATED, pack4, unpack4
 from engine.weights import LinearWeight
 from ref.activation import gate_up_act
 from ref.numerics import round_to
@@ -81,7 +81,7 @@ def _case(name: str, shape: Shape) -> Case:
         ops: OpTable, x: Array, weight: Array, scales: Array, zeros: Array | None, bias: Array | None
     ) -> Outputs:
         tensors = {"weight": weight, "scales": scales.view(np.float16)} | ({} if zeros is None else {"zeros": zeros})
-        format = "packed4_gated" if gated else "packed4"
+        format = PACKED_GATED if gated else PACKED
         stored = ops.prepare(LinearWeight(format, out_features, in_features, tensors, bias))
         if gated:
             return {"y": ops.linear_gate_up_act(x, stored, shape.activation)}

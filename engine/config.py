@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
+from ref.quant.scheme_config import QuantConfig
+
 CudaArch = Literal["auto", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
 CUDA_ARCHES = get_args(CudaArch)
 RopeKind = Literal["none", "default", "linear", "dynamic", "ntk_alpha", "llama3", "yarn", "longrope"]
@@ -108,6 +110,7 @@ class ModelConfig:
     n_mtp_layers: int = 0  # behind the others in the checkpoint, for speculation; they are not read
     windows: tuple[int | None, ...] = ()  # of each layer: keys that a query sees, itself included; None = all
     dtype: str = "float32"  # of the checkpoint's weights
+    quantization: QuantConfig | None = None  # how they are stored, if not in floating point
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()  # config.json and generation_config.json together
     default_sampling: dict[str, Any] = field(default_factory=dict)  # from generation_config.json

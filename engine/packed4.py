@@ -24,7 +24,15 @@ Array = NDArray[Any]
 
 ROWS, COLUMNS = 64, 128  # what the sizes are filled up to
 SYMMETRIC_ZERO = 8
-GROUP_SIZES = (32, 64)  # and multiples of 128 by a power of two, or all columns
+PACKED, PACKED_GATED = "packed4", "packed4_gated"  # formats of a LinearWeight
+GROUP_SIZES = (32, 64)  # and 128 times a power of two, or all columns
+
+
+def is_group_size(group_size: int, in_features: int) -> bool:
+    """Whether the kernels have groups of so many columns."""
+    if group_size == in_features:
+        return True
+    return group_size in GROUP_SIZES or (group_size % 128 == 0 and group_size & (group_size - 1) == 0)
 
 
 def pack4(q: Array, scales: Array, zeros: Array | None, *, gated: bool = False) -> dict[str, Array]:
@@ -45,6 +53,16 @@ def pack4(q: Array, scales: Array, zeros: Array | None, *, gated: bool = False) 
     if zeros is not None:
         tensors["zeros"] = _by_tile(zeros[rows], np.uint8)
     return tensors
+
+
+def blank4(out_features: int, in_features: int, group_size: int, zeros: bool) -> dict[str, Array]:
+    """Tensors of a weight of zeros, which take no memory before they are touched."""
+    quads, groups = _up(out_features, ROWS) // ROWS, -(-in_features // group_size)
+    tensors: dict[str, Array] = {
+        "weight": np.zeros((4 * quads, _up(in_features, COLUMNS) // 64, 32, 4), np.uint32),
+        "scales": np.zeros((groups, quads, 8, 4, 2), np.float16),
+    }
+    return tensors | ({"zeros": np.zeros((groups, quads, 8, 4, 2), np.uint8)} if zeros else {})
 
 
 def unpack4(

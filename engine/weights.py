@@ -10,7 +10,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ref.quant.scheme_config import QuantConfig
+
 Array = Any  # numpy.ndarray on a CPU, cupy.ndarray on a GPU
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """That a weight is kept in groups of 4-bit integers (engine.packed4), not in floating point."""
+
+    group_size: int  # columns
+    zeros: bool  # False: all are 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +30,7 @@ class LinearSpec:
     dest "layers.0.qkv_proj" with parts ("model.layers.0.self_attn.q_proj", 576), (…k_proj, 192), (…v_proj, 192)
     reads three modules into one [960, in_features] weight. With n_experts the names of parts hold "{expert}", and
     the weights of all experts are stacked: [n_experts, out_features, in_features]. transposed: the checkpoint has
-    [in_features, out_features].
+    [in_features, out_features]. gated: its first half are gates and it is read by linear_gate_up_act alone.
     """
 
     dest: str
@@ -30,6 +40,8 @@ class LinearSpec:
     n_experts: int = 0
     transposed: bool = False
     latent: tuple[int, int] | None = None  # of kv_b_proj in latent attention: n_heads and qk_nope_head_dim
+    gated: bool = False
+    packed: Packed | None = None
 
     @property
     def out_features(self) -> int:
@@ -59,12 +71,14 @@ class WeightMap:
 
     ignored holds regular expressions (full match) for tensors that may be present and are not used. If tied is
     set, lm_head is the embedding, and an lm_head.weight in the checkpoint is ignored like transformers does.
+    quantization: how modules are stored that are not in floating point.
     """
 
     linears: tuple[LinearSpec, ...]
     arrays: tuple[ArraySpec, ...]
     ignored: tuple[str, ...] = ()
     tied: bool = False
+    quantization: QuantConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import numpy as np
 
 from engine.batch import StepPlan
 from engine.checkpoint.loader import load_weights
+from engine.checkpoint.quantized import keep_packed
 from engine.checkpoint.source import ModelSource
 from engine.comm.communicator import OneRank
 from engine.config import EngineConfig, ModelConfig, StepLimits
@@ -75,7 +76,7 @@ class CudaBackend:
         self._gpu.prepare(self._notes.instances, progress)
         store = GpuStore(self._dtype)
         weights = load_weights(
-            source, weight_map, store, seed=config.seed, progress=progress, load_format=config.load_format
+            source, keep_packed(weight_map), store, seed=config.seed, progress=progress, load_format=config.load_format
         )
         store.finish()
         return weights

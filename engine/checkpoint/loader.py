@@ -14,7 +14,7 @@ import re
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tqdm import tqdm
@@ -22,12 +22,14 @@ from tqdm import tqdm
 from engine.checkpoint.folder import folder_tensors, read_json
 from engine.checkpoint.gguf_file import read_gguf
 from engine.checkpoint.gguf_llama import hf_tensors, model_config_from_gguf
+from engine.checkpoint.quantized import QuantizedFolder, quantization_of
 from engine.checkpoint.source import ModelSource
 from engine.checkpoint.store import HostStore, Store
 from engine.checkpoint.stored_tensor import DECODERS, StoredTensor
 from engine.config import ModelConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.model_config.read import model_config_from_hf
+from engine.packed4 import PACKED, PACKED_GATED
 from engine.weights import LinearWeight, WeightMap, Weights
 
 Array = Any
@@ -55,7 +57,8 @@ def load_model_config(source: ModelSource) -> ModelConfig:
         raise ConfigError(f"{source.path}: has no config.json, so it is no model folder{hint}")
     generation_path = source.path / "generation_config.json"
     generation_config = read_json(generation_path) if generation_path.exists() else None
-    return model_config_from_hf(read_json(path), generation_config, str(path))
+    config = model_config_from_hf(read_json(path), generation_config, str(path))
+    return replace(config, quantization=quantization_of(source.path))
 
 
 def load_weights(
@@ -92,8 +95,14 @@ def load_weights(
         tensors = hf_tensors(read_gguf(source.path))
     else:
         tensors = folder_tensors(source.path)
-    num_ignored = _check(source, tensors, weight_map)
+    quantization = weight_map.quantization
+    quantized = None if quantization is None else QuantizedFolder(source.path, quantization)
+    if quantized is not None:
+        weight_map = quantized.as_stored(weight_map)
+    modules = set() if quantized is None else set(quantized.modules(weight_map))
+    num_ignored = _check(source, tensors, weight_map, quantized, modules)
     weights, copies = _allocate(weight_map, store)
+    copies = [copy for copy in copies if copy.name.removesuffix(".weight") not in modules]
     copies.sort(key=lambda copy: (tensors[copy.name].file, tensors[copy.name].offset))
     num_bytes = sum(tensors[copy.name].num_bytes for copy in copies)
     hidden = None if progress else True  # None: hidden unless standard error is a terminal
@@ -101,6 +110,8 @@ def load_weights(
         for copy in copies:
             store.read(tensors[copy.name], copy.target)
             bar.update(tensors[copy.name].num_bytes)
+    if quantized is not None:
+        weights = _fill_quantized(weights, weight_map, quantized, modules, store, progress)
     logger.info(
         "loaded %d tensors from %s: %d MB read in %.1f s, %d MB of weights, %d tensors ignored",
         *(len(copies), source.path, num_bytes // 10**6, time.perf_counter() - started),
@@ -129,13 +140,25 @@ def _wanted(weight_map: WeightMap) -> Iterator[tuple[str, tuple[int, ...]]]:
                 yield f"{module}.bias", (rows.stop - rows.start,)
 
 
-def _check(source: ModelSource, tensors: Mapping[str, StoredTensor], weight_map: WeightMap) -> int:
-    """The number of ignored tensors. Raises CheckpointError with all that does not fit."""
-    wanted = dict(_wanted(weight_map))
+def _check(
+    source: ModelSource,
+    tensors: Mapping[str, StoredTensor],
+    weight_map: WeightMap,
+    quantized: QuantizedFolder | None,
+    modules: set[str],
+) -> int:
+    """The number of ignored tensors. Raises CheckpointError with all that does not fit.
+
+    modules: the quantized ones, which are checked when they are decoded.
+    """
+    wanted = {
+        name: shape for name, shape in _wanted(weight_map) if name.removesuffix(".weight") not in modules
+    }
+    used = {name for module in modules for name in quantized.tensor_names(module)} if quantized else set()
     ignored = [re.compile(pattern) for pattern in weight_map.ignored]
     if weight_map.tied:
         ignored.append(re.compile(re.escape(f"{HEAD}.weight")))
-    spare = [name for name in tensors if name not in wanted]
+    spare = [name for name in tensors if name not in wanted and name not in used]
     unexpected = [name for name in spare if not any(pattern.fullmatch(name) for pattern in ignored)]
     missing = [name for name in wanted if name not in tensors]
     present = [(tensors[name], shape) for name, shape in wanted.items() if name in tensors]
@@ -190,17 +213,44 @@ def _allocate_all(weight_map: WeightMap, store: Store) -> tuple[Weights, list[_C
     linears: dict[str, LinearWeight] = {}
     for linear in weight_map.linears:
         stack = (linear.n_experts,) if linear.n_experts else ()
-        weight = store.empty((*stack, linear.out_features, linear.in_features))
+        packed = linear.packed is not None  # it takes its place when it has been read
+        weight = store.empty((*stack, *((0, 0) if packed else (linear.out_features, linear.in_features))))
         bias = store.empty((*stack, linear.out_features)) if linear.bias else None
         for module, expert, rows in linear.modules():
             place = (rows,) if expert is None else (expert, rows)
-            copies.append(_Copy(f"{module}.weight", weight[place].T if linear.transposed else weight[place]))
+            if not packed:
+                copies.append(_Copy(f"{module}.weight", weight[place].T if linear.transposed else weight[place]))
             if bias is not None:
                 copies.append(_Copy(f"{module}.bias", bias[place]))
         linears[linear.dest] = _dense(weight, bias)
     if weight_map.tied:
         linears[HEAD] = _dense(arrays[EMBEDDING], None)
     return Weights(linears, arrays), copies
+
+
+def _fill_quantized(
+    weights: Weights,
+    weight_map: WeightMap,
+    quantized: QuantizedFolder,
+    modules: set[str],
+    store: Store,
+    progress: bool,
+) -> Weights:
+    """The quantized modules, layer by layer: decoded into their places, or packed."""
+    linears = dict(weights.linears)
+    hidden = None if progress else True
+    for spec in tqdm(weight_map.linears, desc="unpacking", disable=hidden):
+        weight = linears[spec.dest]
+        if spec.packed is not None:
+            tensors = {name: store.put(array) for name, array in quantized.packed(spec).items()}
+            format = PACKED_GATED if spec.gated else PACKED
+            linears[spec.dest] = LinearWeight(format, spec.out_features, spec.in_features, tensors, weight.bias)
+            continue
+        for module, expert, rows in spec.modules():
+            if module in modules:
+                target = weight.tensors["weight"][(rows,) if expert is None else (expert, rows)]
+                store.write(quantized.dense(module, (rows.stop - rows.start, spec.in_features)), target)
+    return replace(weights, linears=linears)
 
 
 def _dense(weight: Array, bias: Array | None) -> LinearWeight:

@@ -25,6 +25,14 @@ class Store(Protocol):
         """Fills target, a part of an array of this store or such a part seen transposed, with a tensor of its shape."""
         ...
 
+    def write(self, values: NDArray[np.float32], target: Array) -> None:
+        """Fills target, a contiguous part of an array of this store, with numbers that are rounded to its type."""
+        ...
+
+    def put(self, array: NDArray[Any]) -> Array:
+        """The array as it is, in this store's memory. Raises MemoryError."""
+        ...
+
     def fill_normally(self, array: Array, seed: tuple[int, int], std: float) -> None:
         """Fills an array with normal numbers of this standard deviation, the same for the same seed."""
         ...
@@ -45,6 +53,12 @@ class HostStore:
         stored = np.empty(target.shape, np.float32)
         read_into(tensor, stored)
         target[...] = stored
+
+    def write(self, values: NDArray[np.float32], target: NDArray[np.float32]) -> None:
+        target[...] = values
+
+    def put(self, array: NDArray[Any]) -> NDArray[Any]:
+        return array
 
     def fill_normally(self, array: NDArray[np.float32], seed: tuple[int, int], std: float) -> None:
         np.random.default_rng(seed).standard_normal(out=array, dtype=np.float32)

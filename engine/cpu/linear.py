@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from engine.cpu.activation import gate_up_act
 from engine.cpu.team import Team
-from engine.packed4 import unpack4
+from engine.packed4 import PACKED_GATED, unpack4
 from engine.weights import LinearWeight
 
 Float32 = NDArray[np.float32]
@@ -27,7 +27,7 @@ def prepare_dense(weight: LinearWeight) -> LinearWeight:
 
 def _decoded4(weight: LinearWeight) -> Float32:
     """[out_features, in_features] of a weight of 4 bits (engine.packed4)."""
-    gated = weight.format == "packed4_gated"
+    gated = weight.format == PACKED_GATED
     q, scales, zeros = unpack4(weight.tensors, weight.out_features, weight.in_features, gated=gated)
     group_size = -(-weight.in_features // scales.shape[1])
     groups = np.arange(weight.in_features) // group_size

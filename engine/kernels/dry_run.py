@@ -11,6 +11,7 @@ import numpy as np
 from engine.api import SamplingParams
 from engine.batch import ForwardBatch
 from engine.checkpoint.loader import EMBEDDING, HEAD
+from engine.checkpoint.quantized import keep_packed
 from engine.comm.communicator import OneRank
 from engine.config import ModelConfig, StepLimits
 from engine.forward import EagerForward
@@ -20,6 +21,7 @@ from engine.kernels.sampling import KernelSampling
 from engine.kernels.table import kernel_ops
 from engine.kv_cache import make_kv_cache
 from engine.models.registry import ARCHITECTURES
+from engine.packed4 import PACKED, PACKED_GATED, blank4
 from engine.rope_table import RopeTable
 from engine.sampler import Sampler
 from engine.weights import LinearWeight, WeightMap, Weights
@@ -47,7 +49,7 @@ def run_dry(config: ModelConfig, dtype: Any, limits: StepLimits, notes: Notes) -
     one_layer = replace(config, n_layers=1)  # the others launch the same
     architecture = ARCHITECTURES[config.architecture]
     ops = kernel_ops(notes, KernelSampling(notes, limits.max_num_seqs))
-    model = architecture.build(one_layer, _blank_weights(architecture.weight_map(one_layer), dtype), ops)
+    model = architecture.build(one_layer, _blank_weights(keep_packed(architecture.weight_map(one_layer)), dtype), ops)
     cache = make_kv_cache(model.cache_specs, 1, BLOCK_SIZE, dtype)
     rope = RopeTable(config.rope, config.rotary_dim, 1)
     forward = EagerForward(model, OneRank(ops), cache, rope, limits.max_num_seqs)
@@ -94,9 +96,13 @@ def _blank_weights(weight_map: WeightMap, dtype: Any) -> Weights:
     arrays = {spec.dest: np.zeros(spec.shape, dtype) for spec in weight_map.arrays}
     linears = {}
     for spec in weight_map.linears:
-        weight = np.zeros((spec.out_features, spec.in_features), dtype)
         bias = np.zeros(spec.out_features, dtype) if spec.bias else None
-        linears[spec.dest] = LinearWeight("dense", spec.out_features, spec.in_features, {"weight": weight}, bias)
+        if spec.packed is None:
+            format, tensors = "dense", {"weight": np.zeros((spec.out_features, spec.in_features), dtype)}
+        else:
+            format = PACKED_GATED if spec.gated else PACKED
+            tensors = blank4(spec.out_features, spec.in_features, spec.packed.group_size, spec.packed.zeros)
+        linears[spec.dest] = LinearWeight(format, spec.out_features, spec.in_features, tensors, bias)
     if weight_map.tied:
         table = arrays[EMBEDDING]
         linears[HEAD] = LinearWeight("dense", table.shape[0], table.shape[1], {"weight": table})

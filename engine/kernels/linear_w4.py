@@ -15,12 +15,11 @@ from engine.errors import KernelError
 from engine.kernels.activation import FUNCTIONS, gate_up_act
 from engine.kernels.check import ceil_div, require, require_contiguous, stride, type_name
 from engine.kernels.device import Boxes, Device, Instance
-from engine.packed4 import COLUMNS, ROWS
+from engine.packed4 import COLUMNS, PACKED, PACKED_GATED, ROWS, is_group_size
 from engine.weights import LinearWeight
 
 Array = Any
 
-FORMATS = ("packed4", "packed4_gated")  # see engine.packed4
 STEP = 128  # columns of a step of linear_w4
 LARGE_STEP = 64  # of linear_w4_sm90
 LARGE_TOKENS = 128  # of a block's half of a tile of linear_w4_sm90
@@ -57,7 +56,7 @@ FEW_TOKENS = 64  # up to here 32 tokens at a time are quicker than what many tok
 def linear_w4(x: Array, weight: LinearWeight, *, device: Device, dtype: Any = None) -> Array:
     """y = x Wᵀ + bias, [num_tokens, in_features] → [num_tokens, out_features], type of x or dtype."""
     kernel = "linear_w4"
-    _check(kernel, x, weight, "packed4")
+    _check(kernel, x, weight, PACKED)
     y = device.empty((x.shape[0], weight.out_features), x.dtype if dtype is None else dtype)
     if y.size:
         _run(kernel, x, weight, "kNone", y, device)
@@ -68,7 +67,7 @@ def linear_w4_gate_up_act(x: Array, weight: LinearWeight, activation: str, *, de
     """gate_up_act(linear_w4(x, weight), activation), each product rounded: [num_tokens, in_features] → [num_tokens, size]
     with size = out_features / 2."""
     kernel = "linear_w4_gate_up_act"
-    _check(kernel, x, weight, "packed4_gated")
+    _check(kernel, x, weight, PACKED_GATED)
     if activation not in FUNCTIONS:
         raise KernelError(f"{kernel}: the activation {activation!r} has no kernel; there are {', '.join(FUNCTIONS)}")
     y = device.empty((x.shape[0], weight.out_features // 2), x.dtype)
@@ -88,7 +87,7 @@ def dequantize_w4(weight: LinearWeight, dtype: Any, *, device: Device) -> Array:
     """The weight [out_features, in_features] in dtype; of a gated one all gates first."""
     y = device.empty((weight.out_features, weight.in_features), dtype)
     tensors = weight.tensors
-    gated = weight.format == "packed4_gated"
+    gated = weight.format == PACKED_GATED
     entry = f"dequantize_w4<{type_name('dequantize_w4', 'dtype', y)}, {_bool(gated)}, {_bool('zeros' in tensors)}>"
     group_size = ceil_div(weight.in_features, tensors["scales"].shape[0])
     device.launch(
@@ -191,8 +190,7 @@ def _check(kernel: str, x: Array, weight: LinearWeight, format: str) -> None:
     require(kernel, "weight", packed, (4 * quads, steps, 32, 4), np.uint32)
     require(kernel, "scales", scales, (None, quads, 8, 4, 2), np.float16)
     group_size = ceil_div(in_features, scales.shape[0])
-    one = scales.shape[0] == 1
-    if not one and (group_size not in (32, 64) and (group_size % 128 or group_size & (group_size - 1))):
+    if not is_group_size(group_size, in_features):
         raise KernelError(f"{kernel}: groups of {group_size} columns; expected 32, 64, 128 times a power of two, or one")
     if zeros is not None:
         require(kernel, "zeros", zeros, scales.shape, np.uint8)

@@ -6,6 +6,7 @@ from typing import Any
 
 import cupy
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.checkpoint.stored_tensor import StoredTensor, map_bytes, read_into
 
@@ -32,8 +33,11 @@ class GpuStore:
         self._turn = 0
 
     def empty(self, shape: tuple[int, ...]) -> Array:
+        return self._empty(shape, self._dtype)
+
+    def _empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         try:
-            return cupy.empty(shape, self._dtype)
+            return cupy.empty(shape, dtype)
         except cupy.cuda.memory.OutOfMemoryError as error:
             free, total = cupy.cuda.Device().mem_info
             raise MemoryError(f"{free / 1e6:,.0f} of the GPU's {total / 1e6:,.0f} MB are free") from error
@@ -49,8 +53,16 @@ class GpuStore:
             return
         decoded = np.empty(target.shape, np.float32)
         read_into(tensor, decoded)
+        self.write(decoded, target)
+
+    def write(self, values: NDArray[np.float32], target: Array) -> None:
         with np.errstate(over="ignore"):  # past float16's range: infinite, reported by the model's checks
-            self._copy(decoded.astype(self._dtype).reshape(-1).view(np.uint8), target)
+            self._copy(values.astype(self._dtype).reshape(-1).view(np.uint8), target)
+
+    def put(self, array: NDArray[Any]) -> Array:
+        room = self._empty(array.shape, array.dtype)
+        self._copy(np.ascontiguousarray(array).reshape(-1).view(np.uint8), room)
+        return room
 
     def fill_normally(self, array: Array, seed: tuple[int, int], std: float) -> None:
         generator = cupy.random.default_rng(seed[0] << 32 | seed[1])

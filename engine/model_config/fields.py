@@ -193,13 +193,6 @@ class Fields:
             self.problem(f"{name} {act!r} is not supported; supported {verb} {', '.join(map(repr, known))}")
         return str(act)
 
-    def check_supported(self) -> None:
-        """What is in the file and would change the arithmetic, but that no code here follows."""
-        quantization = self.values.get("quantization_config")
-        if quantization is not None:
-            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-            self.problem(f"quantized weights (quant_method {method!r}) are not supported yet; use an unquantized model")
-
     def sampling(self) -> dict[str, Any]:
         """Sampling defaults that a client's request may override."""
         keys = SAMPLING_KEYS if self.values.get("do_sample", True) else SAMPLING_KEYS[-1:]

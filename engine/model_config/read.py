@@ -51,7 +51,6 @@ def model_config_from_hf(config: dict[str, Any], generation_config: dict[str, An
         eos_token_ids += generation.token_ids("eos_token_id", geometry["vocab_size"])
         default_sampling = generation.sampling()
         fields.problems += generation.problems
-    fields.check_supported()
     common: dict[str, Any] = {
         **geometry,
         "norm_eps": fields.number("rms_norm_eps"),

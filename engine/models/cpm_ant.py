@@ -40,7 +40,7 @@ def weight_map(config: ModelConfig) -> WeightMap:
         linears += [
             LinearSpec(f"{dest}.qkv_proj", tuple((f"{attn}.project_{x}", heads) for x in "qkv"), hidden),
             LinearSpec(f"{dest}.o_proj", ((f"{attn}.attention_out", hidden),), heads),
-            *mlp_linears(dest, f"{source}.ffn.ffn", hidden, config.intermediate_size, names=GATE_UP_DOWN),
+            *mlp_linears(dest, f"{source}.ffn.ffn", hidden, config.intermediate_size, names=GATE_UP_DOWN, gated=False),
         ]
         for norm, name in (
             ("attn_norm", "self_att.layernorm_before_attention"),

@@ -21,12 +21,16 @@ def mlp_linears(
     bias: bool = False,
     names: tuple[str, str, str] = GATE_UP_DOWN,
     n_experts: int = 0,
+    gated: bool = True,
 ) -> list[LinearSpec]:
-    """DEST.gate_up_proj and DEST.down_proj of the modules SOURCE.NAME; with n_experts SOURCE holds "{expert}"."""
+    """DEST.gate_up_proj and DEST.down_proj of the modules SOURCE.NAME; with n_experts SOURCE holds "{expert}".
+
+    gated: gate_up_proj is read by linear_gate_up_act alone.
+    """
     gate, up, down = names
     gate_up = ((f"{source}.{gate}", intermediate_size), (f"{source}.{up}", intermediate_size))
     return [
-        LinearSpec(f"{dest}.gate_up_proj", gate_up, hidden_size, bias, n_experts),
+        LinearSpec(f"{dest}.gate_up_proj", gate_up, hidden_size, bias, n_experts, gated=gated and not n_experts),
         LinearSpec(f"{dest}.down_proj", ((f"{source}.{down}", hidden_size),), intermediate_size, bias, n_experts),
     ]
 

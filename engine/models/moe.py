@@ -68,7 +68,7 @@ def moe_linears(config: ModelConfig, layer: int, source: str, names: MoeNames) -
     ]
     if moe.shared_intermediate_size:
         shared = f"{block}.{names.shared}"
-        linears += mlp_linears(f"{dest}.shared_expert", shared, hidden, moe.shared_intermediate_size)
+        linears += mlp_linears(f"{dest}.shared_expert", shared, hidden, moe.shared_intermediate_size, gated=False)
     if moe.shared_gate:
         linears.append(LinearSpec(f"{dest}.shared_expert_gate", ((f"{block}.shared_expert_gate", 1),), hidden))
     return linears

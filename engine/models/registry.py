@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from engine.config import ModelConfig
@@ -16,8 +16,12 @@ from engine.weights import WeightMap, Weights
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    weight_map: Callable[[ModelConfig], WeightMap]
+    tensors: Callable[[ModelConfig], WeightMap]
     build: Callable[[ModelConfig, Weights, OpTable], Model]
+
+    def weight_map(self, config: ModelConfig) -> WeightMap:
+        """Every tensor of a checkpoint with this config, quantized or not."""
+        return replace(self.tensors(config), quantization=config.quantization)
 
 
 LLAMA = Architecture(llama.weight_map, llama.build)

@@ -38,6 +38,7 @@ class GptqConfig:
     group_size: int
     desc_act: bool = False
     checkpoint_format: str = "gptq"
+    symmetric: bool = False  # every zero is 2^(bits − 1)
 
 
 def parse_gptq_config(config: Mapping[str, Any]) -> GptqConfig:
@@ -57,7 +58,7 @@ def parse_gptq_config(config: Mapping[str, Any]) -> GptqConfig:
         raise ValueError(f"quantization_config: pack_dtype is {config['pack_dtype']!r}; only 'int32' is supported")
     if config.get("dynamic"):
         raise ValueError("quantization_config: dynamic (other bits for some modules) is not supported")
-    return GptqConfig(bits, group_size, bool(config.get("desc_act", False)), name)
+    return GptqConfig(bits, group_size, bool(config.get("desc_act", False)), name, config.get("sym") is True)
 
 
 def gptq_pack(weight: GroupedInt, checkpoint_format: str = "gptq") -> dict[str, Array]:

@@ -1,0 +1,163 @@
+"""Checkpoints whose linear layers are quantized: which tensors they have, and what becomes of them.
+
+ref.quant knows the formats: which modules a quantization_config speaks of, and how each is decoded. A layer of 4-bit
+integers in groups, every module of it alike, can stay so (engine.packed4); all others are decoded when they are loaded,
+each weight once and exactly as ref defines it, and rounded to the type that the engine computes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import CheckpointError, ConfigError
+from engine.packed4 import SYMMETRIC_ZERO, is_group_size, pack4
+from engine.weights import LinearSpec, Packed, WeightMap
+from ref.checkpoint import read_checkpoint
+from ref.quant.awq import AwqConfig
+from ref.quant.compressed_tensors_config import CtScheme
+from ref.quant.gptq import GptqConfig
+from ref.quant.groups import GroupedInt
+from ref.quant.scheme import SUFFIXES, dequantize_weight, unpack_module
+from ref.quant.scheme_config import QuantConfig, Scheme, module_scheme, read_quantization_config
+
+Array = NDArray[Any]
+
+BITS = 4
+
+
+def quantization_of(folder: Path) -> QuantConfig | None:
+    """What the folder's config says of its weights; None: they are in floating point.
+
+    Raises:
+        ConfigError: a method or a setting that is not known; says which are.
+    """
+    try:
+        return read_quantization_config(folder)
+    except ValueError as error:
+        raise ConfigError(f"{folder}: {error}") from error
+
+
+def keep_packed(weight_map: WeightMap) -> WeightMap:
+    """With `packed` set for the layers that stay 4-bit integers."""
+    quantization = weight_map.quantization
+    if quantization is None:
+        return weight_map
+    linears = tuple(replace(spec, packed=_packed(spec, quantization)) for spec in weight_map.linears)
+    return replace(weight_map, linears=linears)
+
+
+def _packed(spec: LinearSpec, quantization: QuantConfig) -> Packed | None:
+    schemes = {module_scheme(quantization, name) for name, _, _ in spec.modules()}
+    if spec.n_experts or spec.latent or spec.transposed or len(schemes) > 1 or spec.in_features % 8:
+        return None
+    if spec.gated and spec.out_features % 16 or any(rows % 8 for _, rows in spec.parts):
+        return None
+    facts = _group_facts(schemes.pop())
+    if facts is None:
+        return None
+    group_size, zeros = facts
+    size = spec.in_features if group_size == -1 else group_size
+    return Packed(size, zeros) if is_group_size(size, spec.in_features) else None
+
+
+def _group_facts(scheme: Scheme | None) -> tuple[int, bool] | None:
+    """Size of groups, and whether they have zeros, of 4-bit integers in groups of neighbouring columns."""
+    if isinstance(scheme, AwqConfig):
+        return scheme.group_size, True
+    if isinstance(scheme, GptqConfig) and scheme.bits == BITS and not scheme.desc_act:
+        return scheme.group_size, not scheme.symmetric
+    if isinstance(scheme, CtScheme) and scheme.format == "pack-quantized" and scheme.bits == BITS:
+        if scheme.act_order or scheme.strategy == "tensor":
+            return None
+        return (scheme.group_size if scheme.strategy == "group" else -1), not scheme.symmetric
+    return None
+
+
+class QuantizedFolder:
+    """The quantized modules of a folder.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+
+    def __init__(self, folder: Path, quantization: QuantConfig) -> None:
+        self._folder, self._config = folder, quantization
+        try:
+            self._tensors: Mapping[str, Array] = read_checkpoint(folder, None)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{folder}: {error}") from error
+
+    def modules(self, weight_map: WeightMap) -> Iterator[str]:
+        """Names of the linear modules of a model that the config calls quantized."""
+        for spec in weight_map.linears:
+            for name, _, _ in spec.modules():
+                if self.holds(name):
+                    yield name
+
+    def as_stored(self, weight_map: WeightMap) -> WeightMap:
+        """Without `packed` where a module is in floating point after all, such as the head of most GPTQ files."""
+        linears = tuple(
+            replace(spec, packed=None)
+            if any(f"{name}.weight" in self._tensors for name, _, _ in spec.modules())
+            else spec
+            for spec in weight_map.linears
+        )
+        return replace(weight_map, linears=linears)
+
+    def holds(self, module: str) -> bool:
+        return module_scheme(self._config, module) is not None
+
+    def tensor_names(self, module: str) -> list[str]:
+        """Those of the checkpoint that the module's weight is made of."""
+        return [name for suffix in SUFFIXES if (name := f"{module}.{suffix}") in self._tensors]
+
+    def dense(self, module: str, shape: tuple[int, int]) -> NDArray[np.float32]:
+        """The weight of a module, decoded, [out_features, in_features].
+
+        Raises:
+            CheckpointError: names the module, and the tensor that is missing or wrong.
+        """
+        return np.asarray(dequantize_weight(self._unpacked(module, shape), np.float32))
+
+    def packed(self, spec: LinearSpec) -> dict[str, Array]:
+        """The tensors of a layer that stays 4-bit integers: see engine.packed4.
+
+        Raises:
+            CheckpointError: as dense; or the modules are not what their config says.
+        """
+        assert spec.packed is not None
+        parts = []
+        for name, _, rows in spec.modules():
+            part = self._unpacked(name, (rows.stop - rows.start, spec.in_features))
+            if not isinstance(part, GroupedInt) or part.bits != BITS:
+                raise CheckpointError(f"{self._folder}: module {name} is not stored as {BITS}-bit integers")
+            if not spec.packed.zeros and not (part.zeros == SYMMETRIC_ZERO).all():
+                raise CheckpointError(
+                    f"{self._folder}: the config calls module {name} symmetric, but it has zeros other than "
+                    f"{SYMMETRIC_ZERO}"
+                )
+            parts.append(part)
+        zeros = np.concatenate([part.zeros for part in parts]) if spec.packed.zeros else None
+        return pack4(
+            np.concatenate([part.q for part in parts]),
+            np.concatenate([part.scales for part in parts]),
+            zeros,
+            gated=spec.gated,
+        )
+
+    def _unpacked(self, module: str, shape: tuple[int, int]) -> Any:
+        try:
+            value = unpack_module(self._tensors, self._config, module)
+        except ValueError as error:
+            raise CheckpointError(f"{self._folder}: {error}") from error
+        if tuple(value.shape) != shape:
+            raise CheckpointError(
+                f"{self._folder}: module {module} is {list(value.shape)}, wanted {list(shape)} by the config"
+            )
+        return value

@@ -46,7 +46,7 @@ def _inputs(seed: int, num_tokens: int, n_heads: int, head_dim: int, length: int
     rng = np.random.default_rng(seed)
     q = guarded(normal(rng, num_tokens, n_heads * head_dim)).reshape(num_tokens, n_heads, head_dim)
     positions = rng.integers(0, 4 * length, num_tokens, np.int32)
-    edges = np.array([length, length - 1, length + 1, 0, 1_000_000], np.int32)[:num_tokens]
+    edges = np.array([length, length // 2, length - 1, length + 1, 0, 1_000_000], np.int32)[:num_tokens]
     positions[: len(edges)] = edges
     return {"q": q, "positions": positions, "length": length}
 

@@ -116,12 +116,12 @@ def _copy_case(name: str, op: str, num_copies: int, n_kv_heads: int, head_dim: i
 
 
 def _copy_inputs(seed: int, num_copies: int, swaps: bool, **axes: int) -> Inputs:
-    """Blocks in random order, none both source and target; a third is neither. The last is a source: what lies behind
-    it is nobody's. What lies in a target is NaN."""
+    """Blocks in random order, none both source and target; a third is neither. The last and the first are sources:
+    what lies behind the last is nobody's. What lies in a target is NaN."""
     rng = np.random.default_rng(seed)
     num_blocks = 3 * num_copies + 1
     shape = (axes["block_size"], axes["n_kv_heads"], axes["head_dim"])
-    blocks = np.concatenate([[np.int32(num_blocks - 1)], rng.permutation(num_blocks - 1).astype(np.int32)])
+    blocks = np.array([num_blocks - 1, 0, *rng.permutation(np.arange(1, num_blocks - 1))], np.int32)[:num_blocks]
     inputs = {
         "k_cache": guarded(normal(rng, num_blocks, *shape), num_axes=1),
         "v_cache": guarded(normal(rng, num_blocks, *shape), num_axes=1),

@@ -50,5 +50,5 @@ class Backend(Protocol):
         ...
 
     def num_late_allocations(self) -> int:
-        """How often memory of the machine has been allocated since warm_up."""
+        """How often memory of a GPU was found to have been allocated since warm_up."""
         ...

@@ -159,7 +159,7 @@ class CudaBackend:
             logger.warning("%s", problem)
 
     def num_late_allocations(self) -> int:
-        return self._pools.num_late
+        return self._pools.count_late()
 
     def _forward(
         self,

@@ -1,4 +1,4 @@
-"""CuPy's pools of GPU memory and of pinned memory, over the driver, with a count of what they take of it.
+"""CuPy's pools of GPU memory and of pinned memory, and what they take of the driver.
 
 While the engine starts, the pools grow as arrays are made. Then they are settled: what lasts stays where it is, and all
 that is free goes back to the driver. In its place comes one piece that every step works in (a pool cuts its pieces, and
@@ -17,53 +17,44 @@ from engine.memory_plan import STEP, Buffer
 
 logger = logging.getLogger(__name__)
 
-SMALLEST_PINNED, LARGEST_PINNED = (
-    64 << 10,
-    4 << 20,
-)  # bytes; pieces between are powers of two: they fit again
+SMALLEST_PINNED, LARGEST_PINNED = 64 << 10, 4 << 20  # bytes; pieces between are powers of two: they fit again
 NUM_SMALLEST, NUM_LARGER = 16, 2  # pieces of each size that are kept
 
 
-class Driver:
-    """What the pools take memory of."""
+class PinnedPool:
+    """In place of CuPy's pool of pinned memory, which keeps pieces of the very size that was asked for."""
 
     def __init__(self) -> None:
-        self.num_late = 0  # allocations since is_settled
-        self.is_settled = False
+        self.num_taken = 0  # allocations of the driver
+        self._pool = cupy.cuda.PinnedMemoryPool(self._take)
 
-    def take(self, num_bytes: int) -> Any:
-        self._count("GPU memory", num_bytes)
-        return cupy.cuda.MemoryPointer(cupy.cuda.Memory(num_bytes), 0)
+    def malloc(self, num_bytes: int) -> Any:
+        if num_bytes <= LARGEST_PINNED:
+            num_bytes = max(SMALLEST_PINNED, 1 << (num_bytes - 1).bit_length())
+        return self._pool.malloc(num_bytes)
 
-    def take_pinned(self, num_bytes: int) -> Any:
-        self._count("pinned memory", num_bytes)
+    def _take(self, num_bytes: int) -> Any:
+        self.num_taken += 1
         return cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(num_bytes), 0)
-
-    def _count(self, what: str, num_bytes: int) -> None:
-        if self.is_settled:
-            self.num_late += 1
-            logger.warning("%.1f MB of %s are allocated while serving: a step waits for it", num_bytes / 1e6, what)
 
 
 class Pools:
-    """Takes the place of CuPy's default pools, for arrays that are made from now on."""
+    """Of the arrays that are made from now on; that of GPU memory is CuPy's own, which all of a process share."""
 
     def __init__(self) -> None:
-        self._driver = Driver()
-        self._device = cupy.cuda.MemoryPool(self._driver.take)
-        self._pinned = cupy.cuda.PinnedMemoryPool(self._driver.take_pinned)
+        self._device = cupy.get_default_memory_pool()
+        self._pinned = PinnedPool()
+        self.trim()
+        self._of_others = int(self._device.total_bytes())
+        self._settled: tuple[int, int] | None = None  # bytes of GPU memory, allocations of pinned memory
+        self._num_late = 0
         cupy.cuda.set_allocator(self._device.malloc)
-        cupy.cuda.set_pinned_memory_allocator(self._lend_pinned)
-
-    @property
-    def num_late(self) -> int:
-        """How often memory was taken of the driver since settle."""
-        return self._driver.num_late
+        cupy.cuda.set_pinned_memory_allocator(self._pinned.malloc)
 
     @property
     def num_bytes(self) -> int:
-        """Of GPU memory, lent or not."""
-        return int(self._device.total_bytes())
+        """Of GPU memory that was taken since, lent or not."""
+        return int(self._device.total_bytes()) - self._of_others
 
     def buffers(self) -> tuple[Buffer, ...]:
         """Of pinned memory, when settled."""
@@ -80,12 +71,22 @@ class Pools:
         piece = self._device.malloc(num_bytes)
         pinned = [self._pinned.malloc(size) for size, count in _pinned_pieces() for _ in range(count)]
         del piece, pinned
-        self._driver.is_settled = True
+        self._settled = self.num_bytes, self._pinned.num_taken
 
-    def _lend_pinned(self, num_bytes: int) -> Any:
-        if num_bytes <= LARGEST_PINNED:
-            num_bytes = max(SMALLEST_PINNED, 1 << (num_bytes - 1).bit_length())
-        return self._pinned.malloc(num_bytes)
+    def count_late(self) -> int:
+        """How often memory was found to have been allocated since settle, with a warning when it is."""
+        if self._settled is not None:
+            found = self.num_bytes, self._pinned.num_taken
+            if found[0] > self._settled[0] or found[1] > self._settled[1]:
+                self._num_late += 1
+                logger.warning(
+                    "memory was allocated while serving, and a step waited for it: %.1f MB of the GPU's, and pinned "
+                    "memory %d times",
+                    (found[0] - self._settled[0]) / 1e6,
+                    found[1] - self._settled[1],
+                )
+            self._settled = found
+        return self._num_late
 
 
 def _pinned_pieces() -> list[tuple[int, int]]:

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from engine.batch import ForwardBatch, StepPlan, build_batch, token_positions
 from engine.checkpoint.loader import load_model_config, load_weights
-from engine.checkpoint.quantized import keep_packed
 from engine.checkpoint.prepare import prepare_weights
+from engine.checkpoint.quantized import keep_packed
 from engine.checkpoint.source import resolve
 from engine.checkpoint.stored_tensor import StoredTensor, read_into
 from engine.comm.communicator import OneRank
@@ -64,6 +64,9 @@ class LikeStore:
 
     def put(self, array: Array) -> Array:
         return self._namespace.asarray(array)
+
+    def random_words(self, shape: tuple[int, ...], seed: tuple[int, int]) -> Array:
+        return self.put(np.random.default_rng(seed).integers(0, 2**32, shape, np.uint32))
 
     def fill_normally(self, array: Array, seed: tuple[int, int], std: float) -> None:
         values = np.random.default_rng(seed).standard_normal(array.shape, np.float32) * np.float32(std)

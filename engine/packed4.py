@@ -1,12 +1,12 @@
-"""Weights of 4 bits in groups, in the order in which the kernels of cuda/linear_w4*.cu read them; no GPU is needed here.
+"""Weights of 4 bits in groups, in the order in which the kernels of cuda/linear_w4*.cu read them; needs no GPU.
 
-    weight  [row tiles, steps, 32, 4] uint32     tiles of 16 rows, their number a multiple of 4; steps of 64 columns, even
+    weight  [row tiles, steps, 32, 4] uint32     tiles of 16 rows, a multiple of 4; steps of 64 columns, an even number
     scales  [groups, row tiles / 4, 8, 4, 2] float16
     zeros   the same, uint8; none where all are 8
 
-A tile and step is what the 32 lanes of a warp give to tensor cores: 4 products of 16 rows by 16 columns. Word j of a lane
-has its 8 numbers of product j: of row r = lane // 4 + 8 · h and column c = 16 · j + 8 · k + 2 · (lane % 4) + e at bit
-4 · (h + 2 · k) + 16 · e. The scales of rows r and r + 8 of four tiles lie beside each other.
+A tile and step is what the 32 lanes of a warp give to tensor cores: 4 products of 16 rows by 16 columns. Word j of a
+lane has its 8 numbers of product j: of row r = lane // 4 + 8 · h and column c = 16 · j + 8 · k + 2 · (lane % 4) + e at
+bit 4 · (h + 2 · k) + 16 · e. The scales of rows r and r + 8 of four tiles lie beside each other.
 
 A gated weight is that of gates and of what they are multiplied by: a tile has 8 rows of the one, then the same 8 of the
 other, so that a thread has both.
@@ -86,10 +86,9 @@ def packed_rows(out_features: int, gated: bool) -> NDArray[np.intp]:
     rows = np.arange(out_features)
     if not gated:
         return rows
-    size = out_features // 2
-    return np.concatenate(
-        [part for first in range(0, size, 8) for part in (rows[first : first + 8], rows[size + first : size + first + 8])]
-    )
+    gates, others = np.split(rows, 2)
+    parts = [part[first : first + 8] for first in range(0, len(gates), 8) for part in (gates, others)]
+    return np.concatenate(parts)
 
 
 def _by_tile(values: Array, dtype: Any) -> Array:

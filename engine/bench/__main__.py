@@ -41,6 +41,7 @@ def _add_offline(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         choices=shapes.SHAPES,
         help="in place of a model: its shapes with random weights on the GPU, beside limit and peer",
     )
+    parser.add_argument("--quant", choices=shapes.QUANTS, default="", help="with --model-shape: quantized weights")
     parser.add_argument(
         "--arch", choices=CUDA_ARCHES, default="auto", help="with --model-shape: the kernels of an older kind of GPU"
     )
@@ -92,7 +93,9 @@ def _run_offline(arguments: argparse.Namespace) -> int | None:
 
 def _run_shape(arguments: argparse.Namespace) -> int:
     """1 where a figure is behind the peer."""
-    about, figures = shapes.measure(arguments.model_shape, arguments.arch, arguments.cold_start, arguments.only)
+    about, figures = shapes.measure(
+        arguments.model_shape, arguments.arch, arguments.cold_start, arguments.only, arguments.quant
+    )
     if arguments.json != "-":
         print(shapes.table(about, figures))
     _write(arguments.json, shapes.as_json(about, figures))

@@ -55,7 +55,24 @@ SHAPES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 8192,
         },
         "torch_dtype": "bfloat16",
-    }
+    },
+    "qwen2-72b": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 80,
+        "vocab_size": 152064,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "torch_dtype": "float16",
+    },
+}
+QUANTS: dict[str, dict[str, Any]] = {  # quantization_config
+    "gptq-int4": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False},
+    "awq-int4": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
 }
 # (limit, first goal, peer) of each figure on one H200; prefill and decode in ms, throughput in tokens/s, start in s
 H200: dict[str, dict[str, tuple[float | None, float, float | None]]] = {
@@ -71,13 +88,20 @@ H200: dict[str, dict[str, tuple[float | None, float, float | None]]] = {
         "decode 64": (5.4, 7.1, 7.82),
         "decode 128": (7.4, 9.8, 10.81),
         "throughput": (12280.0, 10200.0, 9727.0),
-    }
+    },
+    "qwen2-72b gptq-int4": {
+        "prefill 512": (99.0, 103.0, 107.0),
+        "prefill 2048": (403.0, 405.0, 423.0),
+        "prefill 8192": (1702.0, 1800.0, 1894.0),
+        "decode 1": (8.9, 13.0, 20.1),
+        "decode 16": (10.1, 14.5, 21.6),
+    },
 }
 MORE_IS_BETTER = ("throughput",)
 CONTEXT, DECODED = 1024, 128
 
 
-PREFILLS, BATCHES = (512, 2048, 8192), (1, 8, 32, 64, 128)
+PREFILLS, BATCHES = (512, 2048, 8192), (1, 8, 16, 32, 64, 128)
 COLD, START, THROUGHPUT = "cold start", "start", "throughput"
 CACHES = ("XDG_CACHE_HOME", "CUPY_CACHE_DIR", "CUDA_CACHE_PATH")  # of our kernels, CuPy's, and the driver's
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -114,7 +138,7 @@ class Figure:
 
 
 def measure(
-    shape: str, arch: CudaArch = "auto", cold: bool = False, only: Sequence[str] = ()
+    shape: str, arch: CudaArch = "auto", cold: bool = False, only: Sequence[str] = (), quant: str = ""
 ) -> tuple[dict[str, str], list[Figure]]:
     """(machine and settings, figures) of a model of these shapes.
 
@@ -122,16 +146,20 @@ def measure(
         shape: a key of SHAPES.
         arch: EngineConfig.cuda_arch; figures of another than the GPU's own are compared with nothing.
         cold: measure a cold start too; the start after it then finds what that one has compiled, and nothing else.
-        only: which figures to measure, by name or the first word of it; none = all.
+        only: which figures to measure, by name or the first word of it; none = those that have a goal, or all.
+        quant: a key of QUANTS; "" = not quantized.
     Raises:
         ConfigError: no GPU here, or one that this model does not fit.
     """
     values: list[tuple[str, float]] = []
+    name_of_all = f"{shape} {quant}".strip()
+    goals = H200.get(name_of_all, {})
     with tempfile.TemporaryDirectory() as folder:
         if cold:
             os.environ |= {name: str(Path(folder, name)) for name in CACHES}
-            values.append((COLD, _cold_start(shape, arch)))
-        Path(folder, "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
+            values.append((COLD, _cold_start(shape, arch, quant)))
+        stored = {"quantization_config": QUANTS[quant]} if quant else {}
+        Path(folder, "config.json").write_text(json.dumps(SHAPES[shape] | stored), encoding="utf-8")
         config = EngineConfig(
             model=folder,
             device="cuda",
@@ -145,14 +173,15 @@ def measure(
         started = time.perf_counter()
         built = build_engine(config, progress=False)
         values.append((START, time.perf_counter() - started))
-        wanted = [name for name in MEASURES if not only or any(f"{name} ".startswith(f"{one} ") for one in only)]
+        asked = only or [name for name in MEASURES if name in goals]
+        wanted = [name for name in MEASURES if not asked or any(f"{name} ".startswith(f"{one} ") for one in asked)]
         values += [(name, MEASURES[name](built.engine)) for name in wanted]
-    known = H200[shape] if "H200 (sm_90," in built.device else {}
+    known = goals if "H200 (sm_90," in built.device else {}
     figures = []
     for name, value in values:
         limit, goal, peer = known.get(name, (None, None, None))
         figures.append(Figure(name, value, limit, goal, peer, _tflops(shape, name, value)))
-    return {"shape": shape, **_about(built.device)}, figures
+    return {"shape": name_of_all, **_about(built.device)}, figures
 
 
 def _about(device: str) -> dict[str, str]:
@@ -169,9 +198,10 @@ def _about(device: str) -> dict[str, str]:
     }
 
 
-def _cold_start(shape: str, arch: str) -> float:
+def _cold_start(shape: str, arch: str, quant: str) -> float:
     """Seconds, in a process of its own that has the caches of this one."""
     options = ["--model-shape", shape, "--arch", arch, "--only", START, "--json", "-"]
+    options += ["--quant", quant] if quant else []
     command = [sys.executable, "-m", "engine.bench", "offline", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

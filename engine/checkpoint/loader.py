@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 from tqdm import tqdm
 
 from engine.checkpoint.folder import folder_tensors, read_json
@@ -29,13 +30,14 @@ from engine.checkpoint.stored_tensor import DECODERS, StoredTensor
 from engine.config import ModelConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.model_config.read import model_config_from_hf
-from engine.packed4 import PACKED, PACKED_GATED
-from engine.weights import LinearWeight, WeightMap, Weights
+from engine.packed4 import PACKED, PACKED_GATED, SYMMETRIC_ZERO, blank4
+from engine.weights import LinearSpec, LinearWeight, WeightMap, Weights
 
 Array = Any
 
 MAX_LISTED = 50  # names of one kind in a message
 DUMMY_STD = 0.02
+UNIFORM_STD = 4.6  # of the integers 0 to 15
 EMBEDDING, HEAD = "embed_tokens", "lm_head"  # dest names that tied weights share
 
 logger = logging.getLogger(__name__)
@@ -88,6 +90,7 @@ def load_weights(
     if load_format == "dummy":
         weights, copies = _allocate(weight_map, store)
         _fill_randomly(weights, seed, store)
+        weights = _with_random_integers(weights, weight_map, seed, store)
         logger.info("made %d MB of random weights from seed %d", weights.num_bytes // 10**6, seed)
         return weights
     started = time.perf_counter()
@@ -151,9 +154,7 @@ def _check(
 
     modules: the quantized ones, which are checked when they are decoded.
     """
-    wanted = {
-        name: shape for name, shape in _wanted(weight_map) if name.removesuffix(".weight") not in modules
-    }
+    wanted = {name: shape for name, shape in _wanted(weight_map) if name.removesuffix(".weight") not in modules}
     used = {name for module in modules for name in quantized.tensor_names(module)} if quantized else set()
     ignored = [re.compile(pattern) for pattern in weight_map.ignored]
     if weight_map.tied:
@@ -243,8 +244,7 @@ def _fill_quantized(
         weight = linears[spec.dest]
         if spec.packed is not None:
             tensors = {name: store.put(array) for name, array in quantized.packed(spec).items()}
-            format = PACKED_GATED if spec.gated else PACKED
-            linears[spec.dest] = LinearWeight(format, spec.out_features, spec.in_features, tensors, weight.bias)
+            linears[spec.dest] = _packed(spec, tensors, weight.bias)
             continue
         for module, expert, rows in spec.modules():
             if module in modules:
@@ -267,6 +267,26 @@ def _fill_randomly(weights: Weights, seed: int, store: Store) -> None:
             linear.bias[...] = 0
         if linear.tensors["weight"] is not weights.arrays.get(EMBEDDING):
             _fill(linear.tensors["weight"], dest, seed, store)
+
+
+def _with_random_integers(weights: Weights, weight_map: WeightMap, seed: int, store: Store) -> Weights:
+    """The layers that stay 4-bit integers: all numbers alike often, with a scale that gives them DUMMY_STD."""
+    linears = dict(weights.linears)
+    for spec in weight_map.linears:
+        if spec.packed is None:
+            continue
+        blank = blank4(spec.out_features, spec.in_features, spec.packed.group_size, spec.packed.zeros)
+        blank["scales"] = np.full(blank["scales"].shape, DUMMY_STD / UNIFORM_STD, np.float16)
+        if "zeros" in blank:
+            blank["zeros"] = np.full(blank["zeros"].shape, SYMMETRIC_ZERO, np.uint8)
+        words = store.random_words(blank.pop("weight").shape, (seed, zlib.crc32(spec.dest.encode())))
+        tensors = {"weight": words} | {name: store.put(array) for name, array in blank.items()}
+        linears[spec.dest] = _packed(spec, tensors, linears[spec.dest].bias)
+    return replace(weights, linears=linears)
+
+
+def _packed(spec: LinearSpec, tensors: dict[str, Array], bias: Array | None) -> LinearWeight:
+    return LinearWeight(PACKED_GATED if spec.gated else PACKED, spec.out_features, spec.in_features, tensors, bias)
 
 
 def _fill(array: Array, dest: str, seed: int, store: Store) -> None:

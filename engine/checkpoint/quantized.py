@@ -20,10 +20,11 @@ from engine.packed4 import SYMMETRIC_ZERO, is_group_size, pack4
 from engine.weights import LinearSpec, Packed, WeightMap
 from ref.checkpoint import read_checkpoint
 from ref.quant.awq import AwqConfig
+from ref.quant.coded import dequantize_weight
 from ref.quant.compressed_tensors_config import CtScheme
 from ref.quant.gptq import GptqConfig
 from ref.quant.groups import GroupedInt
-from ref.quant.scheme import SUFFIXES, dequantize_weight, unpack_module
+from ref.quant.scheme import SUFFIXES, unpack_module
 from ref.quant.scheme_config import QuantConfig, Scheme, module_scheme, read_quantization_config
 
 Array = NDArray[Any]
@@ -56,7 +57,7 @@ def _packed(spec: LinearSpec, quantization: QuantConfig) -> Packed | None:
     schemes = {module_scheme(quantization, name) for name, _, _ in spec.modules()}
     if spec.n_experts or spec.latent or spec.transposed or len(schemes) > 1 or spec.in_features % 8:
         return None
-    if spec.gated and spec.out_features % 16 or any(rows % 8 for _, rows in spec.parts):
+    if (spec.gated and spec.out_features % 16) or any(rows % 8 for _, rows in spec.parts):
         return None
     facts = _group_facts(schemes.pop())
     if facts is None:

@@ -33,6 +33,10 @@ class Store(Protocol):
         """The array as it is, in this store's memory. Raises MemoryError."""
         ...
 
+    def random_words(self, shape: tuple[int, ...], seed: tuple[int, int]) -> Array:
+        """An array of uint32 of which every bit is random, the same for the same seed. Raises MemoryError."""
+        ...
+
     def fill_normally(self, array: Array, seed: tuple[int, int], std: float) -> None:
         """Fills an array with normal numbers of this standard deviation, the same for the same seed."""
         ...
@@ -59,6 +63,9 @@ class HostStore:
 
     def put(self, array: NDArray[Any]) -> NDArray[Any]:
         return array
+
+    def random_words(self, shape: tuple[int, ...], seed: tuple[int, int]) -> NDArray[np.uint32]:
+        return np.random.default_rng(seed).integers(0, 2**32, shape, np.uint32)
 
     def fill_normally(self, array: NDArray[np.float32], seed: tuple[int, int], std: float) -> None:
         np.random.default_rng(seed).standard_normal(out=array, dtype=np.float32)

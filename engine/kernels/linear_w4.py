@@ -43,8 +43,8 @@ class Few:
         return self.warps * (self.stages * num_tokens * 2 * STEP + 8 * (16 * self.row_tiles + 4) * 4) + 16
 
 
-# (most tokens, sizes, and those for the 99 KiB that a block has on most cards), as measured on an H200 over the shapes of
-# 72B and 8B models
+# (most tokens, sizes, and those for the 99 KiB that a block has on most cards), as measured on an H200 over the shapes
+# of 72B and 8B models
 CHOICES = (
     (8, Few(4, 1, 8, 3, 2), Few(4, 1, 8, 2, 1)),
     (16, Few(4, 2, 8, 2, 1), Few(4, 2, 8, 2, 1)),
@@ -64,8 +64,10 @@ def linear_w4(x: Array, weight: LinearWeight, *, device: Device, dtype: Any = No
 
 
 def linear_w4_gate_up_act(x: Array, weight: LinearWeight, activation: str, *, device: Device) -> Array:
-    """gate_up_act(linear_w4(x, weight), activation), each product rounded: [num_tokens, in_features] → [num_tokens, size]
-    with size = out_features / 2."""
+    """gate_up_act(linear_w4(x, weight), activation), each product rounded.
+
+    [num_tokens, in_features] → [num_tokens, size] with size = out_features / 2.
+    """
     kernel = "linear_w4_gate_up_act"
     _check(kernel, x, weight, PACKED_GATED)
     if activation not in FUNCTIONS:
@@ -191,7 +193,9 @@ def _check(kernel: str, x: Array, weight: LinearWeight, format: str) -> None:
     require(kernel, "scales", scales, (None, quads, 8, 4, 2), np.float16)
     group_size = ceil_div(in_features, scales.shape[0])
     if not is_group_size(group_size, in_features):
-        raise KernelError(f"{kernel}: groups of {group_size} columns; expected 32, 64, 128 times a power of two, or one")
+        raise KernelError(
+            f"{kernel}: groups of {group_size} columns; expected 32, 64, 128 times a power of two, or one"
+        )
     if zeros is not None:
         require(kernel, "zeros", zeros, scales.shape, np.uint8)
         require_contiguous(kernel, "zeros", zeros)

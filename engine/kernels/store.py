@@ -64,6 +64,15 @@ class GpuStore:
         self._copy(np.ascontiguousarray(array).reshape(-1).view(np.uint8), room)
         return room
 
+    def random_words(self, shape: tuple[int, ...], seed: tuple[int, int]) -> Array:
+        words = self._empty(shape, np.uint32)
+        generator = cupy.random.default_rng(seed[0] << 32 | seed[1])
+        flat, step = words.reshape(-1), STAGING_BYTES // 4
+        for first in range(0, flat.size, step):
+            part = flat[first : first + step]
+            part[...] = generator.integers(0, 2**32, part.size, dtype=np.uint32)
+        return words
+
     def fill_normally(self, array: Array, seed: tuple[int, int], std: float) -> None:
         generator = cupy.random.default_rng(seed[0] << 32 | seed[1])
         flat = array.reshape(-1)

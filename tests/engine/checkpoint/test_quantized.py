@@ -1,0 +1,154 @@
+"""Quantized folders in the engine: decoded exactly, packed where they can be, refused by name where they are wrong."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from conformance.engine_run import make_runner, run_chunks
+from conformance.golden_formats import FORMATS, format_model, format_prompt
+from engine.checkpoint.loader import load_model_config, load_weights
+from engine.checkpoint.quantized import keep_packed
+from engine.checkpoint.source import resolve
+from engine.errors import CheckpointError, ConfigError
+from engine.models.registry import ARCHITECTURES
+from engine.ops import cpu_ops
+from engine.packed4 import PACKED, PACKED_GATED
+from engine.weights import Packed, WeightMap, Weights
+from ref.config import parse_config
+from ref.model.registry import forward
+from ref.quant.scheme import read_weights
+
+PACKABLE = {"awq": True, "gptq": True, "gptq_v2": True, "ct_int4": True, "ct_int4_symmetric": False}  # with zeros?
+FLOAT32 = 2.0**-24
+
+
+def weight_map_of(folder: Path) -> WeightMap:
+    config = load_model_config(resolve(str(folder)))
+    return ARCHITECTURES[config.architecture].weight_map(config)
+
+
+def load(folder: Path, packed: bool = True) -> Weights:
+    weight_map = weight_map_of(folder)
+    return load_weights(resolve(str(folder)), keep_packed(weight_map) if packed else weight_map, progress=False)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_the_logits_of_ref(name: str, packed: bool, tmp_path: Path) -> None:
+    """Both decode to the same numbers; what is left is the order of float32 sums."""
+    folder, prompt = format_model(tmp_path, "llama", name), format_prompt()
+    config = parse_config(json.loads((folder / "config.json").read_text()))
+    wanted = forward(config, read_weights(folder, np.float64), prompt)
+    rounded = forward(config, read_weights(folder, np.float32), prompt)
+    found = run_chunks(make_runner(folder, cpu_ops(), [prompt], packed=packed), [prompt], [5])[0]
+    spread = np.abs(wanted).max()
+    assert np.abs(found - wanted).max() < 4 * np.abs(rounded - wanted).max() + 64 * FLOAT32 * spread
+
+
+@pytest.mark.parametrize("name", PACKABLE)
+def test_what_stays_packed(name: str, tmp_path: Path) -> None:
+    linears = load(format_model(tmp_path, "llama", name)).linears
+    formats = {dest.rpartition(".")[2]: weight.format for dest, weight in linears.items()}
+    assert formats == {
+        "qkv_proj": PACKED,
+        "o_proj": PACKED,
+        "gate_up_proj": PACKED_GATED,
+        "down_proj": PACKED,
+        "lm_head": "dense",
+    }
+    assert all(("zeros" in weight.tensors) == PACKABLE[name] for weight in linears.values() if weight.format == PACKED)
+
+
+def test_what_cannot_stay_packed(tmp_path: Path) -> None:
+    """8 bits, groups in any order, and formats that have no groups are decoded."""
+    for name in sorted(FORMATS.keys() - PACKABLE.keys()):
+        linears = load(format_model(tmp_path / name, "llama", name)).linears
+        assert {weight.format for weight in linears.values()} == {"dense"}, name
+
+
+def test_experts_and_latents_are_decoded(tmp_path: Path) -> None:
+    linears = load(format_model(tmp_path, "mixtral", "gptq")).linears
+    assert {weight.format for dest, weight in linears.items() if "experts" in dest} == {"dense"}
+
+
+def changed_config(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config["quantization_config"])
+    path.write_text(json.dumps(config))
+
+
+def test_symmetric_by_the_config_alone_is_refused(tmp_path: Path) -> None:
+    folder = format_model(tmp_path, "llama", "gptq")
+    changed_config(folder, lambda quantization: quantization.update(sym=True))
+    with pytest.raises(CheckpointError, match=r"calls module model\.layers\.0\.self_attn\.q_proj symmetric"):
+        load(folder)
+
+
+def test_a_method_that_is_not_known_is_refused_at_start(tmp_path: Path) -> None:
+    folder = format_model(tmp_path, "llama", "gptq")
+    changed_config(folder, lambda quantization: quantization.update(quant_method="squeeze"))
+    with pytest.raises(ConfigError, match=r"quant_method 'squeeze' is not supported; known are gptq, awq"):
+        load_model_config(resolve(str(folder)))
+
+
+def test_three_bits_are_refused_at_start(tmp_path: Path) -> None:
+    folder = format_model(tmp_path, "llama", "gptq")
+    changed_config(folder, lambda quantization: quantization.update(bits=3))
+    with pytest.raises(ConfigError, match="bits is 3; integer weights of 4 or 8 bits are supported"):
+        load_model_config(resolve(str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.scales"), "model.layers.1.mlp.up_proj.*scales is mis"),
+        (lambda tensors: tensors.update({"model.layers.0.mlp.odd": np.zeros(3, np.float32)}), "unexpected"),
+        (
+            lambda tensors: tensors["model.layers.0.mlp.up_proj.scales"].fill(np.nan),
+            "model.layers.0.mlp.up_proj.*scales must be finite",
+        ),
+        (
+            lambda tensors: tensors["model.layers.0.mlp.up_proj.g_idx"].fill(99),
+            "model.layers.0.mlp.up_proj.*g_idx must hold",
+        ),
+    ],
+)
+def test_damage_is_named(change: Callable[[dict[str, Any]], Any], message: str, tmp_path: Path) -> None:
+    folder = format_model(tmp_path, "llama", "gptq")
+    path = folder / "model.safetensors"
+    tensors = {name: np.array(tensor) for name, tensor in load_file(path).items()}
+    change(tensors)
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+def test_random_weights_are_packed_too(tmp_path: Path) -> None:
+    folder = format_model(tmp_path, "llama", "ct_int4")
+    weight_map = keep_packed(weight_map_of(folder))
+    source = resolve(str(folder))
+    first, again, other = (
+        load_weights(source, weight_map, seed=seed, load_format="dummy").linears["layers.0.gate_up_proj"]
+        for seed in (0, 0, 1)
+    )
+    assert first.format == PACKED_GATED
+    np.testing.assert_array_equal(first.tensors["weight"], again.tensors["weight"])
+    assert (first.tensors["weight"] != other.tensors["weight"]).mean() > 0.9
+    assert first.tensors["zeros"].max() == 8
+
+
+def test_groups_of_other_sizes_are_decoded(tmp_path: Path) -> None:
+    folder = format_model(tmp_path, "llama", "awq")
+    weight_map = weight_map_of(folder)
+    assert weight_map.quantization is not None
+    for group_size, packed in ((32, Packed(32, True)), (48, None), (160, Packed(160, True)), (-1, Packed(160, True))):
+        method = replace(weight_map.quantization.method, group_size=group_size)
+        changed = replace(weight_map, quantization=replace(weight_map.quantization, method=method))
+        assert keep_packed(changed).linears[0].packed == packed, group_size

@@ -40,7 +40,8 @@ def attention_decode(
     k_cache, v_cache [num_blocks, block_size, n_kv_heads, head_dim]; block_table [num_seqs, max_blocks_per_seq] int32;
     seq_lens [num_seqs] int32, 0 gives zeros. window: keys that a query sees, itself included; None: all.
 
-    The tokens of a sequence are split over several blocks where sequences and heads alone would not fill the GPU.
+    The tokens of a sequence are split over several blocks where sequences and heads alone would not fill the GPU. The
+    kernel launched just before this one may write q and a sequence's newest key and value; all else was there before.
     """
     kernel = "attention_decode"
     require(kernel, "q", q, (None, None, None))
@@ -51,12 +52,16 @@ def attention_decode(
     if not out.size:
         return out
     groups = ceil_div(n_heads // n_kv_heads, HEADS)
-    num_splits = _num_splits(num_seqs * n_kv_heads * groups, block_table.shape[1] * block_size, device)
+    num_blocks = num_seqs * n_kv_heads * groups
+    num_splits = _num_splits(num_blocks, block_table.shape[1] * block_size, device)
     partial = device.empty((num_seqs, n_heads, num_splits, head_dim), np.float32) if num_splits > 1 else None
     lse = device.empty((num_seqs, n_heads, num_splits), np.float32) if num_splits > 1 else None
     stages = 3 if head_dim <= 128 else 2
     warp_bytes = max(stages * 4 * CHUNK, 4 * HEADS) * head_dim
-    warps = DECODE_WARPS if DECODE_WARPS * warp_bytes <= device.max_shared_bytes else DECODE_WARPS // 2
+    # A block that has an SM for itself, and all tokens of its sequence, has work for twice the warps.
+    warps = 2 * DECODE_WARPS if num_splits == 1 and num_blocks <= device.num_sms else DECODE_WARPS
+    while warps * warp_bytes > device.max_shared_bytes:
+        warps //= 2
     type_ = type_name(kernel, "q", q)
     arguments = [q, k_cache, v_cache, block_table, seq_lens, out, partial, lse, device.counters]
     arguments += map(np.int32, (stride(q), stride(block_table), block_size, n_heads, n_kv_heads, window or 0))

@@ -122,8 +122,6 @@ CHOICES: Choices = (
     (32, ANY, Tiles(2, 2, 1, 4, 4, blocks_per_sm=2)),
     (64, 640, None),
     (64, 1280, Wgmma(64, 1, 10)),
-    (64, 1280, None),
-    (64, 4000, Wgmma(64, 2, 8)),
     (64, 4000, None),
     (64, ANY, Wgmma(64, 4, 5)),
 )
@@ -135,6 +133,7 @@ GATED_CHOICES: Choices = (
     (16, ANY, Wgmma(32, 2, 10)),
     (32, ANY, Wgmma(32, 4, 6)),
     (64, ANY, Wgmma(64, 4, 5)),
+    (128, ANY, Wgmma(128, 4, 4)),
 )
 
 

@@ -25,9 +25,10 @@ NAMES = {  # a case of every op, by stem
     "rmsnorm": ("odd", "add-odd"),
     "layernorm": ("odd-bias", "add-wide", "heads"),
     "activation": ("odd", "plain-silu"),
-    "embedding": ("odd",),
+    "embedding": ("odd", "positions-odd"),
     "rope": ("gqa", "qk-norm-gqa"),
-    "kv_cache": ("many",),
+    "kv_cache": ("many", "copy-odd", "swap-odd"),
+    "attention_logn": ("odd",),
     "attention": ("decode-gqa7-dim80", "prefill-chunks"),
     "linear": ("one-token-bias", "sixteen-tokens-bias", "many-tokens-bias", "logits-splits"),
 }

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import KernelError
-from engine.kernels.check import ceil_div, require, require_contiguous, stride, type_name
+from engine.kernels.check import ceil_div, require, require_aligned, require_contiguous, stride, type_name
 from engine.kernels.device import Device, Instance
 
 Array = Any
@@ -167,10 +167,12 @@ def _check(
     require(kernel, "q", q, (None, n_heads, head_dim))
     if q.shape[0] and stride(q, 1) != head_dim:
         raise KernelError(f"{kernel}: heads of q lie {stride(q, 1)} elements apart; expected {head_dim}")
+    require_aligned(kernel, "q", q)
     require(kernel, "k_cache", k_cache, (None, None, None, head_dim), q.dtype)
     require(kernel, "v_cache", v_cache, k_cache.shape, q.dtype)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         require_contiguous(kernel, name, cache)
+        require_aligned(kernel, name, cache)
     num_seqs = seq_lens.shape[0]
     require(kernel, "seq_lens", seq_lens, (num_seqs,), np.int32)
     require(kernel, "block_table", block_table, (num_seqs, None), np.int32)

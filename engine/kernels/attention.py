@@ -11,7 +11,7 @@ import numpy as np
 
 from engine.errors import KernelError
 from engine.kernels.check import ceil_div, require, require_aligned, require_contiguous, stride, type_name
-from engine.kernels.device import Device, Instance
+from engine.kernels.device import Boxes, Device, Instance
 
 Array = Any
 
@@ -20,6 +20,7 @@ CHUNK = 16  # tokens that a warp of attention_decode takes at once
 HEADS = 16  # query heads that a block of it takes
 DECODE_WARPS = 4
 HOPPER_TILES = {64: 128, 128: 128, 256: 64}  # tokens of a tile of attention_prefill_sm90, by head_dim
+HOPPER_BOX = 16  # tokens that it copies at once
 BLOCKS_PER_SM = 1  # of attention_decode, that a grid is split for: more splits cost more to combine than they hide
 
 
@@ -109,15 +110,14 @@ def attention_prefill(
         return out
     type_ = type_name(kernel, "q", q)
     sizes = (num_seqs, stride(q), stride(block_table), block_size, n_heads, n_kv_heads, window or 0)
-    launch = _hopper if device.has_wgmma and head_dim in HOPPER_TILES else _portable
+    arguments = [q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, out, *map(np.int32, sizes)]
+    arguments.append(np.float32(sm_scale))
+    launch = _portable
+    if device.has_wgmma and head_dim in HOPPER_TILES:
+        launch = _hopper
+        arguments += (Boxes(cache, (1, min(HOPPER_BOX, block_size), 1, 64)) for cache in (k_cache, v_cache))
     instance, grid, block, shared_bytes = launch(type_, head_dim, num_tokens, num_seqs, n_heads, device)
-    device.launch(
-        instance,
-        grid,
-        (block,),
-        [q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, out, *map(np.int32, sizes), np.float32(sm_scale)],
-        shared_bytes=shared_bytes,
-    )
+    device.launch(instance, grid, (block,), arguments, shared_bytes=shared_bytes)
     return out
 
 

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = Any  # of the device: its shape, dtype, strides, reshape and slices are those of NumPy
-Argument = Array | np.generic | None
 Dims = tuple[int, ...]  # one to three numbers
 
 NUM_COUNTERS = 4096  # more blocks than any kernel shares work among
@@ -26,6 +25,20 @@ class Instance:
 
     stem: str
     entry: str
+
+
+@dataclass(frozen=True, slots=True)
+class Boxes:
+    """An array of 16-bit numbers that a kernel copies in boxes (TensorMap in cuda/include/ptx_sm90.cuh).
+
+    Its address and all strides but the last are multiples of 16 bytes.
+    """
+
+    array: Array
+    box: tuple[int, ...]  # size along each axis; 64 along the last: rows of 128 bytes
+
+
+Argument = Array | np.generic | Boxes | None
 
 
 class Device(Protocol):

@@ -25,20 +25,22 @@ SHAPES = {  # num_tokens, n_heads, head_dim, length
 
 
 def cases() -> list[Case]:
-    return [
-        Case(
-            stem="attention_logn",
-            name=name,
-            axes=(axes := dict(zip(("num_tokens", "n_heads", "head_dim", "length"), shape, strict=True))),
-            make_inputs=partial(_inputs, **axes),
-            reference=lambda q, positions, length, storage=None: {"q": logn_query(q, positions, length)},
-            candidate=_candidate,
-            disturb=_disturb,
-            storages=(*HALVES, "float32"),
-            skip={"cpu": "the CPU's op table holds ref.attention.logn_query itself"},
-        )
-        for name, shape in SHAPES.items()
-    ]
+    return [make_case(name, *shape) for name, shape in SHAPES.items()]
+
+
+def make_case(name: str, num_tokens: int, n_heads: int, head_dim: int, length: int) -> Case:
+    axes = {"num_tokens": num_tokens, "n_heads": n_heads, "head_dim": head_dim, "length": length}
+    return Case(
+        stem="attention_logn",
+        name=name,
+        axes=axes,
+        make_inputs=partial(_inputs, **axes),
+        reference=lambda q, positions, length, storage=None: {"q": logn_query(q, positions, length)},
+        candidate=_candidate,
+        disturb=_disturb,
+        storages=(*HALVES, "float32"),
+        skip={"cpu": "the CPU's op table holds ref.attention.logn_query itself"},
+    )
 
 
 def _inputs(seed: int, num_tokens: int, n_heads: int, head_dim: int, length: int) -> Inputs:

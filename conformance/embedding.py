@@ -28,7 +28,7 @@ SHAPES = {  # num_tokens, vocab_size, hidden_size
 
 def cases() -> list[Case]:
     return [_case(name, *shape) for name, shape in SHAPES.items()] + [
-        _position_case(f"positions-{name}", *shape) for name, shape in SHAPES.items()
+        make_position_case(f"positions-{name}", *shape) for name, shape in SHAPES.items()
     ]
 
 
@@ -48,7 +48,7 @@ def _case(name: str, num_tokens: int, vocab_size: int, hidden_size: int) -> Case
     )
 
 
-def _position_case(name: str, num_tokens: int, vocab_size: int, hidden_size: int) -> Case:
+def make_position_case(name: str, num_tokens: int, vocab_size: int, hidden_size: int) -> Case:
     axes = {"num_tokens": num_tokens, "vocab_size": vocab_size, "hidden_size": hidden_size}
     return Case(
         stem="embedding",

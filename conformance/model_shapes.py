@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conformance import activation, attention, kv_cache, layernorm, linear, rmsnorm, rope
+from conformance import activation, attention, attention_logn, embedding, kv_cache, layernorm, linear, rmsnorm, rope
 from conformance.case import Case
 from engine.checkpoint.loader import load_model_config
 from engine.checkpoint.source import resolve
@@ -65,6 +65,12 @@ def _attention(config: ModelConfig) -> list[Case]:
         else kv_cache.make_case(f"model-{n}", n, *place)
         for n in NUM_TOKENS
     ]
+    if config.rope.kind == "none":
+        sizes = config.vocab_size, config.hidden_size
+        found += [embedding.make_position_case(f"model-{n}", n, *sizes) for n in NUM_TOKENS]
+    if config.logn_length:
+        shape = config.n_heads, config.head_dim, config.logn_length
+        found += [attention_logn.make_case(f"model-{n}", n, *shape) for n in NUM_TOKENS]
     for window in windows:
         name = "model" if window is None else f"model-window-{window}"
         found.append(attention.decode_case(name, SEQ_LENS, **heads, block_size=BLOCK_SIZE, window=window))

@@ -3,10 +3,12 @@
 //            sequence that query i sees: itself and those before it, the last `window` of them if window > 0
 // tensors    q [num_tokens, n_heads, head_dim] T, rows q_stride apart; out [num_tokens, n_heads, head_dim] T; k_cache,
 //            v_cache [num_blocks, block_size, n_kv_heads, head_dim] T; block_table [num_seqs, table_stride] int32;
-//            cu_seqlens_q [num_seqs + 1], seq_lens [num_seqs] int32. The queries of a sequence are its last tokens
+//            cu_seqlens_q [num_seqs + 1], seq_lens [num_seqs] int32. The queries of a sequence are its last tokens.
+//            k_map, v_map: the caches in boxes of 16 tokens and 64 numbers of one head
 // a block    goes through items of 128 queries of one sequence and head. Warpgroup 0 copies: two warps keys, two warps
-//            values, tiles of kTile tokens into kStages buffers. Warpgroups 1 and 2 have 64 queries each and take turns:
-//            while one has its products on the tensor cores, the other works on its softmax
+//            values, tiles of kTile tokens into kStages buffers, in boxes if they lie within blocks and all tokens have
+//            been written, otherwise in rows. Warpgroups 1 and 2 have 64 queries each and take turns: while one has its
+//            products on the tensor cores, the other works on its softmax
 // template   T bf16 or fp16; kHeadDim 64, 128 or 256; kTile 64 or 128; kStages
 // sums       float32; a running maximum a row, tile by tile, which may lag (see attention_prefill.cu); p is rounded to T
 // launcher   grid: as many blocks as SMs, at most n_heads · (⌈num_tokens / 128⌉ + num_seqs); block 384; shared memory
@@ -19,6 +21,7 @@ constexpr float kSlack = 8.0f;  // log2 of what a weight may be
 constexpr int kGroup = 128;     // threads of a warpgroup
 constexpr int kRows = 64;       // queries of a warpgroup
 constexpr int kQueries = 128;
+constexpr int kBox = 16;  // tokens of a box
 #define kInfinity __uint_as_float(0x7f800000u)
 
 __device__ __forceinline__ unsigned pack2(float low, float high, bf16) { return pack_bf16(low, high); }
@@ -48,12 +51,13 @@ struct Work {
     head = item % n_heads;
     for (seq = 0; seq < num_seqs; ++seq) {
       first_row = cu_seqlens_q[seq];
-      const int q_len = cu_seqlens_q[seq + 1] - first_row, tiles = (q_len + kQueries - 1) / kQueries;
+      const int q_len = cu_seqlens_q[seq + 1] - first_row, prefix = seq_lens[seq] - q_len;
+      const int tiles = prefix < 0 ? 0 : (q_len + kQueries - 1) / kQueries;  // rows without a sequence: padding
       if (tile < tiles) {
         const int first_query = (tiles - 1 - tile) * kQueries;
         first_row += first_query;
         num_queries = min(kQueries, q_len - first_query);
-        first_position = seq_lens[seq] - q_len + first_query;
+        first_position = prefix + first_query;
         end = first_position + num_queries;
         oldest = window > 0 ? max(0, first_position - window + 1) : 0;
         return true;
@@ -69,9 +73,11 @@ __global__ void __launch_bounds__(3 * kGroup, 1)
     attention_prefill_sm90(const T* __restrict__ q, const T* __restrict__ k_cache, const T* __restrict__ v_cache,
                            const int* __restrict__ block_table, const int* __restrict__ cu_seqlens_q,
                            const int* __restrict__ seq_lens, T* __restrict__ out, int num_seqs, int q_stride,
-                           int table_stride, int block_size, int n_heads, int n_kv_heads, int window, float sm_scale) {
+                           int table_stride, int block_size, int n_heads, int n_kv_heads, int window, float sm_scale,
+                           const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
   constexpr int kUnits = kHeadDim / 8, kColumns = kTile / 8;
   constexpr int kTileSize = kTile * kHeadDim;
+  constexpr int kRegisters = kHeadDim > 128 ? 224 : 216;  // of a thread that multiplies; the three have 504
   const int warpgroup = __shfl_sync(kAllLanes, threadIdx.x / kGroup, 0);  // so that the compiler knows: one a warp
   const int thread = threadIdx.x % kGroup, warp = thread / 32, lane = thread % 32;
 
@@ -84,11 +90,12 @@ __global__ void __launch_bounds__(3 * kGroup, 1)
 
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
-      mbarrier_init(k_full + stage, kGroup / 2);
-      mbarrier_init(v_full + stage, kGroup / 2);
+      mbarrier_init(k_full + stage, 2);
+      mbarrier_init(v_full + stage, 2);
       mbarrier_init(k_empty + stage, 2 * kGroup / 32);
       mbarrier_init(v_empty + stage, 2 * kGroup / 32);
     }
+    fence_barriers_made();
   }
   dependency_wait();
   __syncthreads();  // the barriers are there
@@ -97,50 +104,75 @@ __global__ void __launch_bounds__(3 * kGroup, 1)
   auto item = [&](int round) { return round * num_blocks + (round % 2 ? num_blocks - 1 - block : block); };
 
   if (warpgroup == 0) {
-    give_back_registers<56>();
-    constexpr int kWarpRows = kTile / 2, kPass = 32 / kUnits, kHeld = (kWarpRows + 31) / 32;
+    give_back_registers<504 - 2 * kRegisters>();
+    constexpr int kWarpRows = kTile / 2, kPass = 32 / kUnits, kHeld = (kWarpRows + 31) / 32, kColumnBoxes = kHeadDim / 64;
     const bool values = warp >= 2;
     const int half = warp % 2 * kWarpRows, unit = lane % kUnits, row = lane / kUnits;
     const int at = place<kTile>(row, unit);
     const int token_bytes = n_kv_heads * kHeadDim * static_cast<int>(sizeof(T));
     T* const tiles = values ? v_tiles : k_tiles;
     mbarrier *const full = values ? v_full : k_full, *const empty = values ? v_empty : k_empty;
+    const TensorMap& map = values ? v_map : k_map;
+    const int box_row = half + lane / kColumnBoxes * kBox, box_column = lane % kColumnBoxes * 64;  // of this lane's box
+    const bool has_box = lane < kWarpRows / kBox * kColumnBoxes;
     int stage = 0, parity = 1;
     Work work;
     for (int round = 0; work.find(item(round), cu_seqlens_q, seq_lens, num_seqs, n_heads, window); ++round) {
       const int* const blocks = block_table + static_cast<index_t>(work.seq) * table_stride;
-      const char* const from = reinterpret_cast<const char*>((values ? v_cache : k_cache) +
-                                                             work.head / (n_heads / n_kv_heads) * kHeadDim + 8 * unit);
+      const int kv_head = work.head / (n_heads / n_kv_heads), written = seq_lens[work.seq];
+      const char* const from =
+          reinterpret_cast<const char*>((values ? v_cache : k_cache) + kv_head * kHeadDim + 8 * unit);
+      auto in_boxes = [&](int token) {
+        return block_size % kBox == 0 && token >= work.oldest && token + kTile <= written;
+      };
       // A token that no query sees is read from the slot of one that is seen: its numbers are this sequence's own.
       auto find_slot = [&](int token) {
         const unsigned position = min(max(token, work.oldest), work.end - 1), size = block_size;
         return blocks[position / size] * block_size + static_cast<int>(position % size);
       };
-      int slots[kHeld];  // of this warp's rows lane, lane + 32, …
-      const int begin = work.oldest / kTile * kTile + half + lane;
+      int slots[kHeld];  // of this lane's box; or of this warp's rows lane, lane + 32, …
+      auto find_slots = [&](int token) {
+        if (in_boxes(token)) {
+          slots[0] = find_slot(token + (has_box ? box_row : 0));
+        } else {
 #pragma unroll
-      for (int i = 0; i < kHeld; ++i) slots[i] = find_slot(begin + 32 * i);
-      for (int token = begin - half - lane; token < work.end; token += kTile) {
-        mbarrier_wait(empty + stage, parity);
-        T* const to = tiles + stage * kTileSize + half * 64;
-#pragma unroll
-        for (int first = 0; first < kWarpRows; first += kPass) {
-          const int slot = __shfl_sync(kAllLanes, slots[first / 32], first % 32 + row);
-          cp_async(to + (at ^ first % 8 * 8) + first * 64, from + static_cast<index_t>(slot) * token_bytes);
+          for (int i = 0; i < kHeld; ++i) slots[i] = find_slot(token + half + lane + 32 * i);
         }
+      };
+      int token = work.oldest / kTile * kTile;
+      find_slots(token);
+      for (; token < work.end; token += kTile) {
+        T* const tile = tiles + stage * kTileSize;
+        mbarrier_wait(empty + stage, parity);
+        if (in_boxes(token)) {
+          if (lane == 0) mbarrier_arrive_expect(full + stage, kTileSize / 2 * static_cast<int>(sizeof(T)));
+          __syncwarp();
+          if (has_box) {
+            const unsigned slot = slots[0], size = block_size;
+            copy_box(tile + box_column * kTile + box_row * 64, map, full + stage, box_column, kv_head,
+                     static_cast<int>(slot % size), static_cast<int>(slot / size));
+          }
+          find_slots(token + kTile);
+        } else {
 #pragma unroll
-        for (int i = 0; i < kHeld; ++i) slots[i] = find_slot(token + kTile + half + lane + 32 * i);
-        cp_async_commit();
-        cp_async_wait<0>();
-        fence_async_shared();
-        mbarrier_arrive(full + stage);
+          for (int first = 0; first < kWarpRows; first += kPass) {
+            const int slot = __shfl_sync(kAllLanes, slots[first / 32], first % 32 + row);
+            cp_async(tile + half * 64 + (at ^ first % 8 * 8) + first * 64, from + static_cast<index_t>(slot) * token_bytes);
+          }
+          find_slots(token + kTile);
+          cp_async_commit();
+          cp_async_wait<0>();
+          fence_async_shared();
+          __syncwarp();
+          if (lane == 0) mbarrier_arrive(full + stage);
+        }
         if (++stage == kStages) stage = 0, parity ^= 1;
       }
     }
     return;
   }
 
-  take_registers<224>();
+  take_registers<kRegisters>();
   const int me = warpgroup - 1, group = lane / 4, pair = lane % 4;
   const int my_first = kRows * me, my_row = my_first + 16 * warp + group;  // and my_row + 8
   T* const q_tile = q_tiles + my_first * kHeadDim;

@@ -34,13 +34,13 @@ __global__ void __launch_bounds__(1024)
                        index_t position_stride) {
   dependency_launch();
   dependency_wait();
-  const int id = token_ids[blockIdx.x], position = positions[blockIdx.x];
+  const int token = token_ids[blockIdx.x], position = positions[blockIdx.x];
   const int i = (static_cast<int>(blockIdx.y * blockDim.x) + static_cast<int>(threadIdx.x)) * kWidth<T>;
   if (i >= hidden_size) return;
   T* to = y + static_cast<index_t>(blockIdx.x) * hidden_size;
   float sum[kWidth<T>], place[kWidth<T>];
-  if (id >= 0 && id < vocab_size && position >= 0 && position < num_positions) {
-    const T* word = table + static_cast<index_t>(id) * table_stride;
+  if (token >= 0 && token < vocab_size && position >= 0 && position < num_positions) {
+    const T* word = table + static_cast<index_t>(token) * table_stride;
     const T* learned = position_table + static_cast<index_t>(position) * position_stride;
     load_row<T>(word, i, hidden_size, is_aligned(word), sum);
     load_row<T>(learned, i, hidden_size, is_aligned(learned), place);

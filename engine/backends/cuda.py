@@ -54,8 +54,8 @@ class CudaBackend:
             )
         self._dtype = DTYPES.get(name, DTYPES["bfloat16"])
         cache = cache_dir() / "kernels"
-        self._pools = Pools()
         self._gpu = Gpu(cache, None if config.cuda_arch == "auto" else config.cuda_arch)
+        self._pools = Pools()
         self._notes = Notes(self._gpu.num_sms, self._gpu.max_shared_bytes, self._gpu.has_wgmma)
         run_dry(model_config, self._dtype, config.step_limits(LIMITS), self._notes)
         self._stream = cupy.cuda.Stream(non_blocking=True)
@@ -87,21 +87,23 @@ class CudaBackend:
         """The KV cache gets what the largest step, which is tried, and all else leave of the GPU."""
         pools, geometry = self._pools, model.config
         pools.trim()
-        one_block = make_kv_cache(model.cache_specs, 1, config.block_size, self._dtype, cupy.zeros)
-        forward = self._forward(limits, model, OneRank(self.ops), one_block, num_positions)
-        before = pools.num_bytes
         with _room_for(f"a step of --max-num-batched-tokens {limits.max_num_batched_tokens}", "set that lower"):
+            one_block = make_kv_cache(model.cache_specs, 1, config.block_size, self._dtype, cupy.zeros)
+            forward = self._forward(limits, model, OneRank(self.ops), one_block, num_positions)
+            before = pools.num_bytes
             self._try_largest_step(forward, model, limits)
         free, total = cupy.cuda.Device().mem_info
         tried = pools.num_bytes - before
+        of_gpu = self._gpu.buffers()  # from before there were these pools
+        found = total - free - pools.num_bytes - sum(buffer.num_bytes for buffer in of_gpu)
         sizes = piece_sizes(limits.max_num_batched_tokens), graph_sizes(limits.max_num_seqs)
         hidden_bytes = geometry.hidden_size * self._dtype.itemsize
         buffers = (
-            Buffer("CUDA, code, other programs", total - free - pools.num_bytes, ALWAYS, note="as found"),
+            Buffer("CUDA, code, other programs", found, ALWAYS, note="as found"),
             Buffer(WEIGHTS, weights.num_bytes, ALWAYS),
             *forward.buffers(),
             *self._sampling.buffers(),
-            *self._gpu.buffers(),
+            *of_gpu,
             graph_buffer(tried, limits, *sizes, geometry.n_layers, hidden_bytes),
             Buffer(WORKSPACE, tried, STEP, note="one piece, for the largest step as tried"),
             Buffer("staging of weights", NUM_STAGING * STAGING_BYTES, LOADING, "host", "in turn"),

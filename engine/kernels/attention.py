@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from engine.errors import KernelError
-from engine.kernels.check import ceil_div, require, require_contiguous, stride, type_name
-from engine.kernels.device import Device, Instance
+from engine.kernels.check import ceil_div, require, require_aligned, require_contiguous, stride, type_name
+from engine.kernels.device import Boxes, Device, Instance
 
 Array = Any
 
@@ -20,6 +20,7 @@ CHUNK = 16  # tokens that a warp of attention_decode takes at once
 HEADS = 16  # query heads that a block of it takes
 DECODE_WARPS = 4
 HOPPER_TILES = {64: 128, 128: 128, 256: 64}  # tokens of a tile of attention_prefill_sm90, by head_dim
+HOPPER_BOX = 16  # tokens that it copies at once
 BLOCKS_PER_SM = 1  # of attention_decode, that a grid is split for: more splits cost more to combine than they hide
 
 
@@ -40,7 +41,8 @@ def attention_decode(
     k_cache, v_cache [num_blocks, block_size, n_kv_heads, head_dim]; block_table [num_seqs, max_blocks_per_seq] int32;
     seq_lens [num_seqs] int32, 0 gives zeros. window: keys that a query sees, itself included; None: all.
 
-    The tokens of a sequence are split over several blocks where sequences and heads alone would not fill the GPU.
+    The tokens of a sequence are split over several blocks where sequences and heads alone would not fill the GPU. The
+    kernel launched just before this one may write q and a sequence's newest key and value; all else was there before.
     """
     kernel = "attention_decode"
     require(kernel, "q", q, (None, None, None))
@@ -51,12 +53,16 @@ def attention_decode(
     if not out.size:
         return out
     groups = ceil_div(n_heads // n_kv_heads, HEADS)
-    num_splits = _num_splits(num_seqs * n_kv_heads * groups, block_table.shape[1] * block_size, device)
+    num_blocks = num_seqs * n_kv_heads * groups
+    num_splits = _num_splits(num_blocks, block_table.shape[1] * block_size, device)
     partial = device.empty((num_seqs, n_heads, num_splits, head_dim), np.float32) if num_splits > 1 else None
     lse = device.empty((num_seqs, n_heads, num_splits), np.float32) if num_splits > 1 else None
     stages = 3 if head_dim <= 128 else 2
     warp_bytes = max(stages * 4 * CHUNK, 4 * HEADS) * head_dim
-    warps = DECODE_WARPS if DECODE_WARPS * warp_bytes <= device.max_shared_bytes else DECODE_WARPS // 2
+    # A block that has an SM for itself, and all tokens of its sequence, has work for twice the warps.
+    warps = 2 * DECODE_WARPS if num_splits == 1 and num_blocks <= device.num_sms else DECODE_WARPS
+    while warps * warp_bytes > device.max_shared_bytes:
+        warps //= 2
     type_ = type_name(kernel, "q", q)
     arguments = [q, k_cache, v_cache, block_table, seq_lens, out, partial, lse, device.counters]
     arguments += map(np.int32, (stride(q), stride(block_table), block_size, n_heads, n_kv_heads, window or 0))
@@ -104,15 +110,14 @@ def attention_prefill(
         return out
     type_ = type_name(kernel, "q", q)
     sizes = (num_seqs, stride(q), stride(block_table), block_size, n_heads, n_kv_heads, window or 0)
-    launch = _hopper if device.has_wgmma and head_dim in HOPPER_TILES else _portable
+    arguments = [q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, out, *map(np.int32, sizes)]
+    arguments.append(np.float32(sm_scale))
+    launch = _portable
+    if device.has_wgmma and head_dim in HOPPER_TILES:
+        launch = _hopper
+        arguments += (Boxes(cache, (1, min(HOPPER_BOX, block_size), 1, 64)) for cache in (k_cache, v_cache))
     instance, grid, block, shared_bytes = launch(type_, head_dim, num_tokens, num_seqs, n_heads, device)
-    device.launch(
-        instance,
-        grid,
-        (block,),
-        [q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, out, *map(np.int32, sizes), np.float32(sm_scale)],
-        shared_bytes=shared_bytes,
-    )
+    device.launch(instance, grid, (block,), arguments, shared_bytes=shared_bytes)
     return out
 
 
@@ -162,10 +167,12 @@ def _check(
     require(kernel, "q", q, (None, n_heads, head_dim))
     if q.shape[0] and stride(q, 1) != head_dim:
         raise KernelError(f"{kernel}: heads of q lie {stride(q, 1)} elements apart; expected {head_dim}")
+    require_aligned(kernel, "q", q)
     require(kernel, "k_cache", k_cache, (None, None, None, head_dim), q.dtype)
     require(kernel, "v_cache", v_cache, k_cache.shape, q.dtype)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         require_contiguous(kernel, name, cache)
+        require_aligned(kernel, name, cache)
     num_seqs = seq_lens.shape[0]
     require(kernel, "seq_lens", seq_lens, (num_seqs,), np.int32)
     require(kernel, "block_table", block_table, (num_seqs, None), np.int32)

@@ -16,6 +16,7 @@ TYPES = {  # dtype → its name in CUDA C++
     np.dtype(np.float16): "fp16",
     np.dtype(np.float32): "float",
 }
+ALIGNMENT = 16  # bytes
 
 
 def type_name(kernel: str, name: str, array: Array) -> str:
@@ -47,6 +48,26 @@ def require_contiguous(kernel: str, name: str, array: Array) -> None:
     """Raises KernelError for an array with gaps or in another order."""
     if not array.flags.c_contiguous:
         raise KernelError(f"{kernel}: {name} is not contiguous (strides {array.strides})")
+
+
+def is_aligned(array: Array) -> bool:
+    """Whether the first element of every row is at a multiple of 16 bytes, as loads of 16 bytes want it."""
+    host = getattr(array, "__array_interface__", None)  # of a NumPy array
+    places = array.data.ptr if host is None else host["data"][0]
+    for step, size in zip(array.strides[:-1], array.shape, strict=False):
+        if size > 1:
+            places |= step
+    return bool(places % ALIGNMENT == 0)
+
+
+def require_aligned(kernel: str, name: str, array: Array) -> None:
+    """Raises KernelError for an array with a row that is not at a multiple of 16 bytes, such as a view from an odd
+    element on."""
+    if not is_aligned(array):
+        raise KernelError(
+            f"{kernel}: rows of {name} do not all begin at a multiple of {ALIGNMENT} bytes (strides {array.strides}); "
+            "copy it"
+        )
 
 
 def stride(array: Array, axis: int = 0) -> np.int64:

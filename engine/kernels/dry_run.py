@@ -68,10 +68,11 @@ def run_dry(config: ModelConfig, dtype: Any, limits: StepLimits, notes: Notes) -
 def _batches(rotary_dim: int, limits: StepLimits) -> Iterator[ForwardBatch]:
     """Of every size that meets a kernel of its own: one prompt, and as many sequences that decode."""
     for size in LINEAR_ROWS:
-        if size <= limits.max_num_batched_tokens:
+        if size < limits.max_num_batched_tokens:
             yield _batch(size, 1, rotary_dim)
         if size <= limits.max_num_seqs:
             yield _batch(size, size, rotary_dim)
+    yield _batch(limits.max_num_batched_tokens, 1, rotary_dim)
 
 
 def _batch(num_tokens: int, num_seqs: int, rotary_dim: int) -> ForwardBatch:

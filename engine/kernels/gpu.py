@@ -23,8 +23,9 @@ from engine.errors import KernelError
 from engine.kernels.arches import ARCHES
 from engine.kernels.compile import arch_of, compile_all, compile_kernel
 from engine.kernels.cublas import WORKSPACE_BYTES, Cublas
-from engine.kernels.device import NUM_COUNTERS, Argument, Dims, Instance
+from engine.kernels.device import NUM_COUNTERS, Argument, Boxes, Dims, Instance
 from engine.kernels.driver_errors import explain
+from engine.kernels.tensor_map import tensor_map
 from engine.memory_plan import ALWAYS, Buffer
 from engine.system import usable_cores
 
@@ -85,7 +86,7 @@ class Kernel:
         Args:
             grid, block: up to three numbers; an empty grid starts nothing.
             arguments: CuPy arrays (the kernel gets the address of the first element), NumPy scalars of the very type
-                of the parameter, None for a null pointer.
+                of the parameter, Boxes for a TensorMap, None for a null pointer.
             shared_bytes: of dynamic shared memory a block.
         Raises:
             KernelError: an argument without a size of its own, more shared memory than this GPU has, or the driver's
@@ -104,13 +105,18 @@ class Kernel:
         config.block[:] = (*block, 1, 1)[:3]
         config.shared_bytes = shared_bytes
         config.stream = cupy.cuda.get_current_stream().ptr
+        maps = []  # until they have been copied
         for number, argument in enumerate(arguments):
-            words[number] = self._word(number, argument)
+            if type(argument) is Boxes:
+                maps.append(tensor_map(argument))
+                self._addresses[number] = ctypes.addressof(maps[-1])
+            else:
+                words[number] = self._word(number, argument)
         status = self._launch(ctypes.byref(config), self._handle, self._addresses, None)
         if status:
             check((driver.CUresult(status),), self.name)
 
-    def _word(self, number: int, argument: Argument) -> int:
+    def _word(self, number: int, argument: Array | np.generic | None) -> int:
         """The bits of an argument, in the low bytes of eight, as little-endian machines pass them."""
         if argument is None:
             return 0
@@ -123,7 +129,7 @@ class Kernel:
             return int(argument.view(_AS_INTEGERS[kind]))
         raise KernelError(
             f"{self.name}: argument {number} is {argument!r}, a {kind.__name__}; expected a CuPy array, a NumPy scalar "
-            "such as np.int32(…), or None"
+            "such as np.int32(…), Boxes, or None"
         )
 
     def _allow(self, shared_bytes: int) -> None:

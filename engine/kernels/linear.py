@@ -13,7 +13,7 @@ import numpy as np
 
 from engine.errors import KernelError
 from engine.kernels.activation import FUNCTIONS, gate_up_act
-from engine.kernels.check import ceil_div, require, require_contiguous, stride, type_name
+from engine.kernels.check import ceil_div, is_aligned, require, require_aligned, require_contiguous, stride, type_name
 from engine.kernels.device import Device, Instance
 from engine.kernels.linear_gated import launch_gated, suits
 from engine.kernels.linear_w4 import linear_w4, linear_w4_gate_up_act
@@ -123,8 +123,6 @@ CHOICES: Choices = (
     (32, ANY, Tiles(2, 2, 1, 4, 4, blocks_per_sm=2)),
     (64, 640, None),
     (64, 1280, Wgmma(64, 1, 10)),
-    (64, 1280, None),
-    (64, 4000, Wgmma(64, 2, 8)),
     (64, 4000, None),
     (64, ANY, Wgmma(64, 4, 5)),
 )
@@ -136,6 +134,7 @@ GATED_CHOICES: Choices = (
     (16, ANY, Wgmma(32, 2, 10)),
     (32, ANY, Wgmma(32, 4, 6)),
     (64, ANY, Wgmma(64, 4, 5)),
+    (128, ANY, Wgmma(128, 4, 4)),
 )
 
 
@@ -206,7 +205,7 @@ def choose(x: Array, out_features: int, device: Device, choices: Choices = CHOIC
 
     None too for what our kernels cannot read: float32, or rows of x that are not all at multiples of 16 bytes.
     """
-    if x.dtype.name == "float32" or x.shape[1] % 8 or int(stride(x)) % 8:
+    if x.dtype.name == "float32" or x.shape[1] % 8 or not is_aligned(x):
         return None
     size = 2 * out_features * x.shape[1] / 1024 / device.num_sms
     for most_tokens, most_size, choice in choices:
@@ -239,6 +238,7 @@ def launch(
 
     activation: of the gate that is the first half of the rows; kNone if there is none.
     """
+    require_aligned("linear", "weight", weight)
     types = f"{type_name('linear', 'x', x)}, {type_name('linear', 'y', y)}, {activation}"
     num_tokens, (out_features, in_features) = x.shape[0], weight.shape
     sizes = (*map(np.int32, (num_tokens, out_features, in_features)), stride(x))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.kernels.check import ceil_div, stride, type_name
+from engine.kernels.check import stride, type_name
 from engine.kernels.device import Boxes, Device, Instance
 from engine.weights import LinearWeight
 
@@ -16,7 +16,7 @@ TOKENS, OUTS = 256, 128  # of a tile that two blocks share
 BOX = (128, 64)
 STAGES = 3
 SHARED_BYTES = STAGES * 49152 + 66816
-MIN_TILES = 6  # for two SMs: with fewer, the last of them leaves too many SMs idle
+MIN_TILES = 13.5  # for two SMs: with fewer, SMs wait too long for the last of them
 
 
 def suits(x: Array, weight: LinearWeight, device: Device) -> bool:
@@ -26,7 +26,7 @@ def suits(x: Array, weight: LinearWeight, device: Device) -> bool:
     size = weight.out_features // 2
     if size % 8 or x.shape[1] % 8 or int(stride(x)) % 8:
         return False
-    return ceil_div(x.shape[0], TOKENS) * ceil_div(size, OUTS) >= MIN_TILES * (device.num_sms // 2)
+    return x.shape[0] * size >= MIN_TILES * (device.num_sms // 2) * TOKENS * OUTS
 
 
 def launch_gated(x: Array, weight: Array, y: Array, activation: str, device: Device) -> None:

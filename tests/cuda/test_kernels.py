@@ -17,7 +17,7 @@ from engine.kernels.table import kernel_ops
 from tests.cuda.edges import EDGES
 
 SHARP = ("odd", "wider-than-a-block", "one-short-of-16-bytes", "gqa", "dim80", "padding")  # ends that are easy to miss
-STEMS = ("rmsnorm", "layernorm", "activation", "embedding", "rope")
+STEMS = ("rmsnorm", "layernorm", "activation", "embedding", "rope", "kv_cache", "attention_logn")
 
 
 def cases_of(stem: str, storage: str = "bfloat16") -> list[Case]:

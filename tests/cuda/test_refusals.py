@@ -15,6 +15,8 @@ from conformance.memory import BorderedDevice, DeviceMemory, host_view
 from conformance.suite import cases
 from engine.cpu import sampling
 from engine.errors import KernelError
+from engine.kernels.check import is_aligned
+from engine.kernels.linear import choose
 from engine.kernels.notes import Notes
 from engine.kernels.table import kernel_ops
 from engine.weights import LinearWeight
@@ -25,9 +27,10 @@ NAMES = {  # a case of every op, by stem
     "rmsnorm": ("odd", "add-odd"),
     "layernorm": ("odd-bias", "add-wide", "heads"),
     "activation": ("odd", "plain-silu"),
-    "embedding": ("odd",),
+    "embedding": ("odd", "positions-odd"),
     "rope": ("gqa", "qk-norm-gqa"),
-    "kv_cache": ("many",),
+    "kv_cache": ("many", "copy-odd", "swap-odd"),
+    "attention_logn": ("odd",),
     "attention": ("decode-gqa7-dim80", "prefill-chunks"),
     "linear": ("one-token-bias", "sixteen-tokens-bias", "many-tokens-bias", "logits-splits"),
 }
@@ -112,4 +115,58 @@ def test_a_weight_that_is_not_what_it_says() -> None:
     notes = Notes()
     with pytest.raises(KernelError, match=r"linear: weight has shape \[25, 16\]; expected \[24, 16\]"):
         kernel_ops(BorderedDevice(notes), sampling).linear(x, weight)
+    assert not notes.instances
+
+
+def from_an_odd_element(array: Array) -> Array:
+    """The same, at an address that is no multiple of 16."""
+    room = np.zeros(array.size + 16, array.dtype)
+    first = -room.ctypes.data % 16 // array.itemsize + 1
+    moved = room[first : first + array.size].reshape(array.shape)
+    moved[...] = array
+    return moved
+
+
+@pytest.mark.parametrize(
+    ("stem", "case", "name"),
+    [
+        *(
+            ("attention", case, name)
+            for case in ("decode-gqa7-dim80", "prefill-chunks")
+            for name in ("q", "k_cache", "v_cache")
+        ),
+        ("linear", "sixteen-tokens-bias", "weight"),
+    ],
+)
+def test_rows_that_loads_of_16_bytes_cannot_take(stem: str, case: str, name: str) -> None:
+    found = next(one for one in CASES if (one.stem, one.name) == (stem, f"{case}-bfloat16"))
+    notes = Notes()
+    inputs = placed(found, notes)
+    message = f"rows of {name} do not all begin at a multiple of 16 bytes"
+    with pytest.raises(KernelError, match=message):
+        found.candidate(
+            kernel_ops(BorderedDevice(notes), sampling), **(inputs | {name: from_an_odd_element(inputs[name])})
+        )
+    assert not notes.instances
+
+
+def test_what_lies_at_multiples_of_16_bytes() -> None:
+    room = np.zeros(4096, np.float16)
+    rows = room[-room.ctypes.data % 16 // 2 :][:2048].reshape(4, 512)
+    assert is_aligned(rows)
+    assert is_aligned(rows[:, 8:])
+    assert is_aligned(rows[1:, :5])
+    assert not is_aligned(rows[:, 4:])
+    assert not is_aligned(rows.reshape(-1)[: 4 * 9].reshape(4, 9))
+    assert is_aligned(rows.reshape(-1)[:9].reshape(1, 9))  # its stride leads nowhere
+    assert not is_aligned(rows.reshape(-1)[: 2 * 27].reshape(2, 3, 9)[..., :8])
+
+
+def test_tokens_from_an_odd_element_go_to_the_library() -> None:
+    """Which takes them as they are."""
+    weight = LinearWeight("dense", 32, 16, {"weight": np.zeros((32, 16), np.float16)})
+    x, notes = np.zeros((3, 16), np.float16), Notes()
+    assert choose(x, 32, notes) is not None
+    assert choose(from_an_odd_element(x), 32, notes) is None
+    assert kernel_ops(notes, sampling).linear(from_an_odd_element(x), weight).shape == (3, 32)
     assert not notes.instances

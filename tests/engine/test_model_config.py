@@ -139,6 +139,7 @@ def test_ldr_08_equal_meanings_give_the_same_table():
         ({"type": "linear", "rope_type": "dynamic", "factor": 2.0}, "rope type is 'linear' but rope_type is 'dynamic'"),
         ({"rope_type": "made_up", "factor": 2.0}, "'made_up' is not supported; supported are default, linear"),
         ({"rope_type": "mrope", "factor": 2.0}, "'mrope' is not supported"),
+        ({"rope_type": "default", "mrope_section": [8, 12, 12]}, "does not take mrope_section"),
         ({"type": "linear"}, "factor of rope_type 'linear' is missing"),
         ({"type": "linear", "factor": None}, "factor of rope_type 'linear' is missing"),
         ({"type": "linear", "factor": "4"}, "factor of rope_type 'linear' must be a number, found '4'"),
@@ -154,7 +155,7 @@ def test_ldr_08_equal_meanings_give_the_same_table():
     ],
 )
 def test_ldr_08_unknown_or_incomplete_scaling_is_refused(scaling: Any, says: str):
-    """LDR-08: nothing about rope is guessed."""
+    """LDR-08: nothing about rope is guessed. KRN-05: nor are positions on several axes taken for plain ones."""
     assert says in refusal(rope_scaling=scaling)
 
 

@@ -1,0 +1,118 @@
+"""attention_decode where blocks share a sequence: the last one adds up the parts, in one order; planted faults."""
+
+from __future__ import annotations
+
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from conformance.host import KernelFault
+from conformance.host_build import CUDA
+from conformance.host_device import HostDevice
+from engine.kernels.attention import attention_decode
+from ref import attention
+
+Array = NDArray[Any]
+
+N_HEADS, N_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 6, 2, 64, 16, 40
+SEQ_LENS = (590, 3)  # the second has tokens for one split only
+NUM_SMS = 8  # two blocks for each sequence and KV head
+SM_SCALE = 0.125
+ORDERS = (("in_step", 0), ("greedy", 0), ("random", 1))
+
+
+@cache
+def inputs() -> dict[str, Array]:
+    rng = np.random.default_rng(3)
+
+    def numbers(*shape: int) -> Array:
+        return rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)
+
+    return {
+        "q": numbers(2, N_HEADS, HEAD_DIM),
+        "k_cache": numbers(NUM_BLOCKS, BLOCK_SIZE, N_KV_HEADS, HEAD_DIM),
+        "v_cache": numbers(NUM_BLOCKS, BLOCK_SIZE, N_KV_HEADS, HEAD_DIM),
+        "block_table": np.stack([rng.permutation(NUM_BLOCKS)] * 2).astype(np.int32),
+        "seq_lens": np.array(SEQ_LENS, np.int32),
+    }
+
+
+def decode(device: HostDevice) -> Array:
+    given = inputs()
+    caches = given["k_cache"], given["v_cache"]
+    answer: Array = attention_decode(
+        given["q"], *caches, given["block_table"], given["seq_lens"], SM_SCALE, device=device
+    )
+    return answer
+
+
+def problem(device: HostDevice) -> str:
+    """What is wrong with two launches in a row; "" if nothing is."""
+    found = [decode(device) for _ in range(2)]
+    wide = {name: array.astype(np.float64) if array.dtype.kind != "i" else array for name, array in inputs().items()}
+    with np.errstate(invalid="ignore"):  # of what no block has written
+        error = np.abs(found[0].astype(np.float64) - attention.attention_decode(**wide, sm_scale=SM_SCALE)).max()
+    if not error <= 4 * 2**-8:
+        return f"error {error}"
+    if not np.array_equal(found[0].view(np.uint16), found[1].view(np.uint16)):
+        return "another answer the second time"
+    return "a counter that is not zero" if device.counters.any() else ""
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_splits_add_up(order: tuple[str, int]) -> None:
+    assert problem(HostDevice(*order, num_sms=NUM_SMS)) == ""
+
+
+def test_the_order_of_blocks_does_not_matter() -> None:
+    """Whichever block comes last, the bits are the same."""
+    answers = [decode(HostDevice(*order, num_sms=NUM_SMS)) for order in ORDERS]
+    assert all(np.array_equal(answers[0], answer) for answer in answers[1:])
+
+
+FAULTS = {  # fault: text found once in attention_decode.cu, what replaces it
+    "added up by the first that comes": ("== static_cast<unsigned>(num_splits - 1);", "== 0;"),
+    "counter not brought back": ("blockIdx.y, num_splits - 1)", "blockIdx.y, num_splits)"),
+    "counter of another sequence": ("counters + seq * gridDim.y +", "counters +"),
+    "a split lost": ("split < num_splits; ++split) {", "split < num_splits - 1; ++split) {"),
+    "weights of other splits": (
+        "const float* const exponents = all + head",
+        "const float* const exponents = all + 0 * head",
+    ),
+    "empty split counted": (
+        "weight > 0.0f ? top + log2f(weight) : -kInfinity",
+        "weight > 0.0f ? top + log2f(weight) : 0.0f",
+    ),
+    "newest tokens never read": (
+        "      copy(slots[stage], stage);\n      cp_async_commit();",
+        "      cp_async_commit();",
+    ),
+    "slots of the chunk before": ("next_slot = slot_of(chunk + kStages * kWarps)", "next_slot = slot_of(chunk)"),
+    "parts read before they are there": (
+        "__ldcg(lse + first_row * num_splits + i);\n  __syncthreads();",
+        "__ldcg(lse + first_row * num_splits + i);",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
+    text, replacement = FAULTS[fault]
+    source = (CUDA / "attention_decode.cu").read_text("utf-8")
+    assert source.count(text) == 1
+    shutil.copytree(CUDA / "include", tmp_path / "include")
+    (tmp_path / "host").symlink_to(CUDA / "host")
+    (tmp_path / "attention_decode.cu").write_text(source.replace(text, replacement), "utf-8")
+    for order in ORDERS:
+        try:
+            if problem(HostDevice(*order, folder=tmp_path, num_sms=NUM_SMS)):
+                return
+        except KernelFault:
+            return
+    pytest.fail(f"nothing noticed: {fault}")

@@ -92,6 +92,13 @@ __device__ __forceinline__ void copy_box_to_cluster(void* to, const TensorMap& m
       : "memory");
 }
 
+// cp_async of 16 bytes of long rows that are read once: L2 fetches the 256 bytes around them.
+__device__ __forceinline__ void cp_async_stream(void* shared, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+
 // ---- a cluster: blocks that run at the same time and reach each other's shared memory
 
 __device__ __forceinline__ int cluster_rank() {
@@ -124,14 +131,15 @@ __device__ __forceinline__ float4 load16_of_block(const float* p, int rank) {
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // The counterpart of ldmatrix_x4: lane 8·m + r gives the address of row r of matrix m.
-__device__ __forceinline__ void stmatrix_x4_trans(void* row, const unsigned (&d)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
-               "r"(d[0]), "r"(d[1]), "r"(d[2]), "r"(d[3])
-               : "memory");
-}
 __device__ __forceinline__ void stmatrix_x4(void* row, const unsigned (&d)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)), "r"(d[0]),
                "r"(d[1]), "r"(d[2]), "r"(d[3])
+               : "memory");
+}
+// Each matrix turned over: row r is what was column r.
+__device__ __forceinline__ void stmatrix_x4_trans(void* row, const unsigned (&d)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
+               "r"(d[0]), "r"(d[1]), "r"(d[2]), "r"(d[3])
                : "memory");
 }
 
@@ -185,6 +193,7 @@ __device__ __forceinline__ void settled(float (&d)[kCount]) {
 // Products of 64 × 16 and 16 × n numbers, n = twice the size of d; the last argument only names the format of a and b.
 //   wgmma_k_major   d = a · b, or d += a · b if `add`; a and b are K-major tiles
 //   wgmma_mn_major  d += a · b; a in registers, in fragments as for mma m16n8k16; b an MN-major tile
+//   wgmma_from_registers  d = a · b, or d += a · b if `add`; a in registers likewise; b a K-major tile
 #define SUMS_8(i)                                                                                             \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
@@ -210,7 +219,7 @@ __device__ __forceinline__ void settled(float (&d)[kCount]) {
   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "             \
   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-// COUNT sums; A to E: the numbers of the operands behind them
+// COUNT sums; A to F: the numbers of the operands behind them
 #define WGMMA(COUNT, N, FORMAT, NAME, A, B, C, D, E, F)                                                                   \
   __device__ __forceinline__ void wgmma_k_major(float (&d)[COUNT], unsigned long long a, unsigned long long b,         \
                                                 bool add, FORMAT) {                                                    \
@@ -228,7 +237,7 @@ __device__ __forceinline__ void settled(float (&d)[kCount]) {
                  : SUMS_##COUNT(0)                                                                                     \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)                                                  \
                  : "memory");                                                                                          \
-  } \
+  }                                                                                                                    \
   __device__ __forceinline__ void wgmma_from_registers(float (&d)[COUNT], const unsigned (&a)[4],                      \
                                                        unsigned long long b, bool add, FORMAT) {                       \
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #E ", 0;\n"                                                  \

@@ -60,7 +60,9 @@ def load_model_config(source: ModelSource) -> ModelConfig:
     generation_path = source.path / "generation_config.json"
     generation_config = read_json(generation_path) if generation_path.exists() else None
     config = model_config_from_hf(read_json(path), generation_config, str(path))
-    return replace(config, quantization=quantization_of(source.path))
+    if config.quantization is None:  # or in a file of its own
+        config = replace(config, quantization=quantization_of(source.path))
+    return config
 
 
 def load_weights(

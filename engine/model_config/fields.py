@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.api import SamplingParams
 from engine.errors import RequestError
+from ref.quant.scheme_config import QuantConfig, parse_quantization_config
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -192,6 +193,16 @@ class Fields:
             verb = "are" if len(known) > 1 else "is"
             self.problem(f"{name} {act!r} is not supported; supported {verb} {', '.join(map(repr, known))}")
         return str(act)
+
+    def quantization(self) -> QuantConfig | None:
+        """How the weights are stored, if not in floating point."""
+        if self.values.get("quantization_config") is None:
+            return None
+        try:
+            return parse_quantization_config(self.values["quantization_config"])
+        except ValueError as error:
+            self.problem(str(error))
+            return None
 
     def sampling(self) -> dict[str, Any]:
         """Sampling defaults that a client's request may override."""

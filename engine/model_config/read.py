@@ -59,6 +59,7 @@ def model_config_from_hf(config: dict[str, Any], generation_config: dict[str, An
         "tie_word_embeddings": fields.flag("tie_word_embeddings"),
         "windows": fields.windows(geometry["n_layers"], family.slides),
         "dtype": fields.dtype(),
+        "quantization": fields.quantization(),
         "bos_token_id": bos_token_ids[0] if bos_token_ids else None,
         "eos_token_ids": tuple(dict.fromkeys(eos_token_ids)),
         "default_sampling": default_sampling,

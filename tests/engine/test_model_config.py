@@ -217,7 +217,7 @@ def test_ldr_10_all_problems_are_listed_at_once():
     """LDR-10: a config that cannot be served says everything that is wrong with it."""
     text = refusal(
         vocab_size=0, num_attention_heads=3, num_key_value_heads=2, max_position_embeddings=0, hidden_act="gelu",
-        quantization_config={"quant_method": "awq", "bits": 4}, rms_norm_eps=float("nan"),
+        quantization_config={"quant_method": "squeeze", "bits": 4}, rms_norm_eps=float("nan"),
     )  # fmt: skip
     for part in (
         "vocab_size must be an integer of at least 1, found 0",
@@ -225,7 +225,7 @@ def test_ldr_10_all_problems_are_listed_at_once():
         "hidden_size (128) must be a multiple of num_attention_heads (3)",
         "max_position_embeddings must be an integer of at least 1, found 0",
         "hidden_act 'gelu' is not supported",
-        "quant_method 'awq'",
+        "quant_method 'squeeze'",
         "rms_norm_eps must be finite",
     ):
         assert part in text

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.checkpoint.folder import read_json
 from engine.errors import CheckpointError, ConfigError
 from engine.packed4 import SYMMETRIC_ZERO, is_group_size, pack4
 from engine.weights import LinearSpec, Packed, WeightMap
@@ -25,23 +26,28 @@ from ref.quant.compressed_tensors_config import CtScheme
 from ref.quant.gptq import GptqConfig
 from ref.quant.groups import GroupedInt
 from ref.quant.scheme import SUFFIXES, unpack_module
-from ref.quant.scheme_config import QuantConfig, Scheme, module_scheme, read_quantization_config
+from ref.quant.scheme_config import QuantConfig, Scheme, module_scheme, parse_quantization_config
 
 Array = NDArray[Any]
 
 BITS = 4
+OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 def quantization_of(folder: Path) -> QuantConfig | None:
-    """What the folder's config says of its weights; None: they are in floating point.
+    """What old quantizers' own files beside config.json say of the weights; None: there is no such file.
 
     Raises:
         ConfigError: a method or a setting that is not known; says which are.
     """
-    try:
-        return read_quantization_config(folder)
-    except ValueError as error:
-        raise ConfigError(f"{folder}: {error}") from error
+    for name, method in OWN_FILES.items():
+        path = folder / name
+        if path.exists():
+            try:
+                return parse_quantization_config({"quant_method": method} | read_json(path))
+            except ValueError as error:
+                raise ConfigError(f"{path}: {error}") from error
+    return None
 
 
 def keep_packed(weight_map: WeightMap) -> WeightMap:

@@ -152,3 +152,16 @@ def test_groups_of_other_sizes_are_decoded(tmp_path: Path) -> None:
         method = replace(weight_map.quantization.method, group_size=group_size)
         changed = replace(weight_map, quantization=replace(weight_map.quantization, method=method))
         assert keep_packed(changed).linears[0].packed == packed, group_size
+
+
+def test_a_config_in_a_file_of_its_own_is_read(tmp_path: Path) -> None:
+    folder = format_model(tmp_path, "llama", "gptq")
+    config = json.loads((folder / "config.json").read_text())
+    quantization = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    del quantization["quant_method"]
+    (folder / "quantize_config.json").write_text(json.dumps(quantization))
+    assert load(folder).linears["layers.0.o_proj"].format == PACKED
+    (folder / "quantize_config.json").write_text(json.dumps(quantization | {"bits": 3}))
+    with pytest.raises(ConfigError, match=r"quantize_config\.json: .*bits is 3"):
+        load(folder)

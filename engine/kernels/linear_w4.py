@@ -1,7 +1,7 @@
 """Linear layers whose weights are of 4 bits in groups. Defined by grouped_linear of ref/quant/groups.py.
 
 cuda/linear_w4.cu streams the weights for few tokens, linear_w4_sm90.cu has them in wgmma for many on Hopper; elsewhere
-many tokens make cuda/dequantize_w4.cu write the weight out once, and the vendor's library multiplies.
+many tokens make cuda/linear_w4_dequantize.cu write the weight out once, and the vendor's library multiplies.
 """
 
 from __future__ import annotations
@@ -79,21 +79,21 @@ def linear_w4_gate_up_act(x: Array, weight: LinearWeight, activation: str, *, de
         _run(kernel, x, weight, FUNCTIONS[activation], y, device)
         return y
     z = device.empty((x.shape[0], weight.out_features), x.dtype)
-    device.matmul(x, dequantize_w4(weight, x.dtype, device=device), z)
+    device.matmul(x, linear_w4_dequantize(weight, x.dtype, device=device), z)
     if weight.bias is not None:
         z += weight.bias
     return gate_up_act(z, activation, device=device)
 
 
-def dequantize_w4(weight: LinearWeight, dtype: Any, *, device: Device) -> Array:
+def linear_w4_dequantize(weight: LinearWeight, dtype: Any, *, device: Device) -> Array:
     """The weight [out_features, in_features] in dtype; of a gated one all gates first."""
     y = device.empty((weight.out_features, weight.in_features), dtype)
     tensors = weight.tensors
     gated = weight.format == PACKED_GATED
-    entry = f"dequantize_w4<{type_name('dequantize_w4', 'dtype', y)}, {_bool(gated)}, {_bool('zeros' in tensors)}>"
+    entry = f"linear_w4_dequantize<{type_name('linear_w4_dequantize', 'dtype', y)}, {_bool(gated)}, {_bool('zeros' in tensors)}>"
     group_size = ceil_div(weight.in_features, tensors["scales"].shape[0])
     device.launch(
-        Instance("dequantize_w4", entry),
+        Instance("linear_w4_dequantize", entry),
         (tensors["weight"].shape[1], tensors["weight"].shape[0] // 4),
         (128,),
         [tensors["weight"], tensors["scales"], tensors.get("zeros"), y, *map(np.int32, (*y.shape, group_size))],
@@ -107,7 +107,7 @@ def _run(kernel: str, x: Array, weight: LinearWeight, activation: str, y: Array,
         _launch_large(kernel, x, weight, activation, y, device)
         return
     if x.shape[0] > FEW_TOKENS and activation == "kNone":
-        device.matmul(x, dequantize_w4(weight, x.dtype, device=device), y)
+        device.matmul(x, linear_w4_dequantize(weight, x.dtype, device=device), y)
         if weight.bias is not None:
             y += weight.bias
         return

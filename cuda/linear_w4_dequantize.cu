@@ -11,7 +11,7 @@
 
 template <typename T, bool kGated, bool kZeros>
 __global__ void __launch_bounds__(128)
-    dequantize_w4(const unsigned* __restrict__ weight, const fp16* __restrict__ scales,
+    linear_w4_dequantize(const unsigned* __restrict__ weight, const fp16* __restrict__ scales,
                   const unsigned char* __restrict__ zeros, T* y, int out_features, int in_features, int group_size) {
   dependency_launch();
   dependency_wait();  // y may be read until the kernel before has ended

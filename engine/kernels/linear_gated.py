@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.kernels.check import stride, type_name
+from engine.kernels.check import is_aligned, type_name
 from engine.kernels.device import Boxes, Device, Instance
 from engine.weights import LinearWeight
 
@@ -24,9 +24,9 @@ def suits(x: Array, weight: LinearWeight, device: Device) -> bool:
     if not device.has_wgmma or weight.bias is not None or x.dtype.name == "float32":
         return False
     size = weight.out_features // 2
-    if size % 8 or x.shape[1] % 8 or int(stride(x)) % 8:
+    if size % 8 or x.shape[1] % 8 or not is_aligned(x):
         return False
-    return x.shape[0] * size >= MIN_TILES * (device.num_sms // 2) * TOKENS * OUTS
+    return bool(x.shape[0] * size >= MIN_TILES * (device.num_sms // 2) * TOKENS * OUTS)
 
 
 def launch_gated(x: Array, weight: Array, y: Array, activation: str, device: Device) -> None:

@@ -49,6 +49,7 @@ WIDE_SKINNY = Skinny(2, 1, 3)
 TILES = Tiles(1, 1, 1, 2, 3)  # 16 tokens by 32 rows
 SPLIT = Tiles(1, 1, 1, 2, 3, blocks_per_sm=4)  # the same instance, with more blocks that share a tile
 WIDE_TILES = Tiles(2, 2, 2, 2, 3, blocks_per_sm=2)  # 64 tokens by 64 rows
+CHOSEN_TILES = Tiles(2, 2, 1, 4, 4, blocks_per_sm=2)  # 32 tokens by 128 rows: of CHOICES
 ORDERS = (("in_step", 0), ("greedy", 0), ("random", 1))
 
 
@@ -72,6 +73,7 @@ RUNS = {
     "tiles-float16": (TILES, "float16", (Shape(17, 31, 72, True),)),
     "split": (SPLIT, "bfloat16", LONG),
     "wide-tiles": (WIDE_TILES, "bfloat16", MANY),
+    "chosen-tiles": (CHOSEN_TILES, "bfloat16", (Shape(32, 130, 584, True),)),
 }
 
 

@@ -37,6 +37,7 @@ SPILLS = {  # entry → most bytes, stores and loads, and why
     r"sample_rows": 128,  # 1024 threads leave 64 registers; a row waits for memory, not for these
     r"rope_kv_write<\w+, false, 1>": 16,  # heads of 16 or less, which only tests have
     r"kv_cache_copy<\w+>": 8,  # in no step
+    r"attention_prefill_sm90<\w+, 256, 64, 2>": 80,  # what is needed between two items
 }
 
 

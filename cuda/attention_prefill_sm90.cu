@@ -105,7 +105,8 @@ __global__ void __launch_bounds__(3 * kGroup, 1)
 
   if (warpgroup == 0) {
     give_back_registers<504 - 2 * kRegisters>();
-    constexpr int kWarpRows = kTile / 2, kPass = 32 / kUnits, kHeld = (kWarpRows + 31) / 32, kColumnBoxes = kHeadDim / 64;
+    constexpr int kWarpRows = kTile / 2, kPass = 32 / kUnits, kHeld = (kWarpRows + 31) / 32;
+    constexpr int kColumnBoxes = kHeadDim / 64;
     const bool values = warp >= 2;
     const int half = warp % 2 * kWarpRows, unit = lane % kUnits, row = lane / kUnits;
     const int at = place<kTile>(row, unit);

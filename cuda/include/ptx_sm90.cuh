@@ -67,8 +67,8 @@ struct alignas(64) TensorMap {
 };
 
 // The box whose first number is at these coordinates, the last axis first, to shared memory: rows of 64 numbers,
-// swizzled as tile_descriptor wants them if `to` is a multiple of 1024 bytes. What lies outside the array is zeros. kBlocks: for
-// those of the cluster, a bit each; it comes to the same place in each, and counts at the same barrier.
+// swizzled as tile_descriptor wants them if `to` is a multiple of 1024 bytes. What lies outside the array is zeros.
+// kBlocks: for those of the cluster, a bit each; it comes to the same place in each, and counts at the same barrier.
 __device__ __forceinline__ void copy_box(void* to, const TensorMap& map, mbarrier* barrier, int i, int j, int k,
                                          int l) {
   asm volatile(

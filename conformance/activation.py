@@ -32,6 +32,7 @@ def cases() -> list[Case]:
     shapes = SHAPES | {"steep": (5, len(STEEP_GATES)), "steep-half": (2, len(STEEP_HALVES)), "not-finite": (3, 8)}
     found = [make_case(name, *shape) for name, shape in shapes.items()]
     found += [make_case(name, *shapes[name], activation="gelu") for name in ("no-tokens", "odd", "steep")]
+    found += [make_case("odd", *shapes["odd"], activation="gelu_new")]
     return found + [_plain(name) for name in ("gelu_new", "gelu", "relu", "silu")]
 
 

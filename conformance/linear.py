@@ -12,9 +12,7 @@ from conformance.case import HALVES, Case, Inputs, Kept, Outputs
 from conformance.inputs import guarded, normal
 from engine.ops import OpTable
 from engine.weights import LinearWeight
-from ref.activation import gate_up_act
-from ref.linear import linear
-from ref.numerics import round_to
+from ref.linear import linear, linear_gate_up_act
 
 Array = NDArray[Any]
 
@@ -106,8 +104,7 @@ def _gated_case(name: str, num_tokens: int, in_features: int, out_features: int,
     }
 
     def reference(x: Array, weight: Array, bias: Array | None, storage: str | None = None) -> Outputs:
-        z = linear(x, weight, bias)
-        return {"y": gate_up_act(z if storage is None else round_to(z, storage), activation)}
+        return {"y": linear_gate_up_act(x, weight, activation, bias, storage=storage)}
 
     def candidate(ops: OpTable, x: Array, weight: Array, bias: Array | None) -> Outputs:
         stored = ops.prepare(LinearWeight("dense", out_features, in_features, {"weight": weight}, bias))

@@ -105,7 +105,8 @@ __global__ void __launch_bounds__(3 * kGroup, 1)
 
   if (warpgroup == 0) {
     give_back_registers<504 - 2 * kRegisters>();
-    constexpr int kWarpRows = kTile / 2, kPass = 32 / kUnits, kHeld = (kWarpRows + 31) / 32, kColumnBoxes = kHeadDim / 64;
+    constexpr int kWarpRows = kTile / 2, kPass = 32 / kUnits, kHeld = (kWarpRows + 31) / 32;
+    constexpr int kColumnBoxes = kHeadDim / 64;
     const bool values = warp >= 2;
     const int half = warp % 2 * kWarpRows, unit = lane % kUnits, row = lane / kUnits;
     const int at = place<kTile>(row, unit);
@@ -155,10 +156,13 @@ __global__ void __launch_bounds__(3 * kGroup, 1)
           find_slots(token + kTile);
         } else {
 #pragma unroll
-          for (int first = 0; first < kWarpRows; first += kPass) {
-            const int slot = __shfl_sync(kAllLanes, slots[first / 32], first % 32 + row);
-            cp_async(tile + half * 64 + (at ^ first % 8 * 8) + first * 64, from + static_cast<index_t>(slot) * token_bytes);
-          }
+          for (int i = 0; i < kHeld; ++i)
+#pragma unroll 4
+            for (int first = 0; first < min(32, kWarpRows); first += kPass) {
+              const int slot = __shfl_sync(kAllLanes, slots[i], first + row);
+              cp_async(tile + half * 64 + (at ^ first % 8 * 8) + (32 * i + first) * 64,
+                       from + static_cast<index_t>(slot) * token_bytes);
+            }
           find_slots(token + kTile);
           cp_async_commit();
           cp_async_wait<0>();

@@ -1,12 +1,12 @@
 // op         linear, defined by ref/linear.py, and gate_up_act of ref/activation.py in one, of many tokens; a twin of
 //            linear_tiles.cu for sm_90a
 // maths      z[m, n] = Σ_k x[m, k] · weight[n, k]; y[m, n] = f(z[m, n]) · z[m, size + n]
-// tensors    x [num_tokens, in_features] T by x_map in boxes of 128 rows and 64 numbers, weight [2 · size, in_features] T by
-//            weight_map in the same; y [num_tokens, size] T. size is a multiple of 8
-// a block    is one of a pair that goes through tiles of 256 tokens and 128 numbers of y each: it has 128 of the tokens, and
-//            fetches half of the rows of the weight for both, gates the one and what they are multiplied by the other.
-//            Warpgroup 0: a thread copies, steps of 64 in kStages buffers; three warps make y of z. Warpgroups 1 and 2 have
-//            64 tokens each and leave z in shared memory, so that the next tile's products begin at once
+// tensors    x [num_tokens, in_features] T by x_map in boxes of 128 rows and 64 numbers, weight [2 · size, in_features] T
+//            by weight_map in the same; y [num_tokens, size] T. size is a multiple of 8
+// a block    is one of a pair that goes through tiles of 256 tokens and 128 numbers of y each: it has 128 of the tokens,
+//            and fetches half of the rows of the weight for both, gates the one and what they are multiplied by the other.
+//            Warpgroup 0: a thread copies, steps of 64 in kStages buffers; three warps make y of z. Warpgroups 1 and 2
+//            have 64 tokens each and leave z in shared memory, so that the next tile's products begin at once
 // template   T bf16 or fp16; kActivation f; kStages
 // sums       float32, in the order of in_features; one rounding of each z, and one at the end; quotients in f to 2 ulp
 // launcher   grid: as many blocks as SMs, an even number; block 384; shared memory kStages · 49152 + 66816 bytes

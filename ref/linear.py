@@ -9,6 +9,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from ref.activation import gate_up_act
+from ref.numerics import round_to
+
 Array = NDArray[Any]
 
 
@@ -47,3 +50,23 @@ def logits(x: Array, weight: Array, bias: Array | None = None) -> Array:
     Source: composed of linear.
     """
     return linear(x, weight, bias)
+
+
+def linear_gate_up_act(
+    x: Array, weight: Array, activation: str = "silu", bias: Array | None = None, *, storage: str | None = None
+) -> Array:
+    """The first half of a gated MLP: f(x Gᵀ + b) · (x Uᵀ + c), with G and U one below the other in the weight.
+
+    Args:
+        x: [..., in_features].
+        weight: [2 · size, in_features], the rows of gates first.
+        activation: f, as hidden_act names it.
+        bias: [2 · size] or None.
+        storage: the type in which a kernel of linear alone would store the products.
+    Returns:
+        [..., size], dtype of x.
+
+    Numerics: each product is rounded to storage, as if it had been written and read again; then as gate_up_act.
+    Source: composed of linear and gate_up_act.
+    """
+    return gate_up_act(round_to(linear(x, weight, bias), storage), activation)

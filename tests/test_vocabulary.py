@@ -86,7 +86,8 @@ def test_a_stem_has_cases(stem: str) -> None:
 
 def test_cases_are_named_after_their_file() -> None:
     for op in OPS:
-        assert {case.stem for case in op.cases()} == {op.__name__.split(".")[-1]}
+        name = op.__name__.split(".")[-1]
+        assert {case.stem for case in op.cases()} in ({name}, {operation(name)})
     assert {case.stem for case in cases("golden")} <= set(stems("ref/model", ".py"))
 
 

@@ -1,5 +1,5 @@
-// PTX of sm_90a behind named functions: matrix multiply of a warpgroup, barriers in shared memory, copies of boxes of an
-// array, clusters of blocks, registers by role.
+// PTX of sm_90a behind named functions: matrix multiply of a warpgroup, barriers in shared memory, copies of boxes of
+// an array, clusters of blocks, registers by role.
 //
 // GPU-only: a fiber cannot stand in for units that read shared memory on their own while the threads go on. A kernel
 // that includes this is named …_sm90 and has a portable twin, which is what a CPU runs.
@@ -66,10 +66,11 @@ struct alignas(64) TensorMap {
   unsigned long long words[16];
 };
 
-// The box whose first number is at these coordinates, the last axis first, to shared memory: rows of 64 numbers, swizzled
-// as tile_descriptor wants them if `to` is a multiple of 1024 bytes. What lies outside the array is zeros. kBlocks: for
-// those of the cluster, a bit each; it comes to the same place in each, and counts at the same barrier.
-__device__ __forceinline__ void copy_box(void* to, const TensorMap& map, mbarrier* barrier, int i, int j, int k, int l) {
+// The box whose first number is at these coordinates, the last axis first, to shared memory: rows of 64 numbers,
+// swizzled as tile_descriptor wants them if `to` is a multiple of 1024 bytes. What lies outside the array is zeros.
+// kBlocks: for those of the cluster, a bit each; it comes to the same place in each, and counts at the same barrier.
+__device__ __forceinline__ void copy_box(void* to, const TensorMap& map, mbarrier* barrier, int i, int j, int k,
+                                         int l) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
       "[%2];" ::"r"(shared_address(to)),

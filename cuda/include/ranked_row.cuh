@@ -66,6 +66,8 @@ struct RankShared {
   unsigned thresholds[kThresholds];  // ascending keys
   Measure found[kThresholds];        // what is at or above each
   Measure parts[kMaxWarps][kThresholds];
+  Measure above;  // what is at or above the key where reading stops; here, as are others, since registers are few
+  u64 wanted;     // of a search
   unsigned lowest, highest;  // keys
   unsigned num_candidates;
   unsigned candidates[kCandidates];  // keys
@@ -176,11 +178,10 @@ __device__ __forceinline__ u64 total_mass(const Row& row, RankShared& shared) {
   return mass;
 }
 
-// What is at or above each of shared.thresholds, into shared.found; above_end is what is at or above `end`, the key where
-// reading stops. num_candidates ≥ 0: all keys between are in shared memory.
+// What is at or above each of shared.thresholds, into shared.found; shared.above is what is at or above `end`, the key
+// where reading stops. num_candidates ≥ 0: all keys between are in shared memory.
 template <bool kMass>
-__device__ __forceinline__ void measure(const Row& row, unsigned end, Measure above_end, int num_candidates,
-                                        RankShared& shared) {
+__device__ __forceinline__ void measure(const Row& row, unsigned end, int num_candidates, RankShared& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
   __syncthreads();  // behind the writes of the thresholds
   unsigned thresholds[kThresholds], count[kThresholds];
@@ -216,7 +217,7 @@ __device__ __forceinline__ void measure(const Row& row, unsigned end, Measure ab
     const Measure part = lane < num_warps ? shared.parts[lane][j] : Measure{0, 0};
     const u64 all = warp_total(part.mass);
     const unsigned number = warp_total(part.count);
-    if (lane == 0) shared.found[j] = {all + above_end.mass, number + above_end.count};
+    if (lane == 0) shared.found[j] = {all + shared.above.mass, number + shared.above.count};
   }
   __syncthreads();
 }
@@ -280,21 +281,25 @@ __device__ __forceinline__ Head find_head(const Row& row, unsigned lowest, u64 m
   const float below[kThresholds] = {0.0f, 20.0f, 14.0f, 10.0f, 7.0f, 4.0f, 2.0f};  // the best: where tokens often are
   const float unit = kMass ? kLog2E / row.scale : 2.0f;
   unsigned low = lowest, high = row.best + 1;  // the key is in [low, high)
-  Measure above{0, 0};                         // what is at or above high
   int num_candidates = -1;
   __syncthreads();  // behind the reads of another search
-  if (threadIdx.x == 0)
+  if (threadIdx.x == 0) {
+    shared.above = {0, 0};
     for (int j = 0; j < kThresholds; ++j)
       shared.thresholds[j] = j == 0 ? lowest : min(max(key_of(row.best_logit - below[j] * unit), lowest), row.best);
-  measure<kMass>(row, high, above, num_candidates, shared);
-  u64 wanted = num_wanted;
+  }
+  measure<kMass>(row, high, num_candidates, shared);
   if (kMass) {
     const u64 total = shared.found[0].mass + more;
-    wanted = min(max(static_cast<u64>(ceil(share * static_cast<double>(total))), 1ull), total);
+    const u64 wanted = min(max(static_cast<u64>(ceil(share * static_cast<double>(total))), 1ull), total);
     if (shared.found[0].mass < wanted) return {lowest - 1, wanted - shared.found[0].mass};
+    if (threadIdx.x == 0) shared.wanted = wanted;
+    __syncthreads();
   }
   unsigned num_from_low = 0;
   for (int round = 0;; ++round) {
+    const u64 wanted = kMass ? shared.wanted : num_wanted;
+    Measure above = shared.above;  // what is at or above high
     for (int j = 0; j < kThresholds; ++j) {
       const Measure found = shared.found[j];
       if ((kMass ? found.mass : found.count) < wanted) {
@@ -311,9 +316,11 @@ __device__ __forceinline__ Head find_head(const Row& row, unsigned lowest, u64 m
     }
     if (high - low <= 1) return {low, wanted - (kMass ? above.mass : above.count)};
     __syncthreads();
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0) {
+      shared.above = above;
       place_thresholds(row, low, high, round < kRoundsByValue && high - low > 1u << 23, unit, shared);
-    measure<kMass>(row, high, above, num_candidates, shared);
+    }
+    measure<kMass>(row, high, num_candidates, shared);
   }
 }
 

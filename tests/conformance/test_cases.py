@@ -15,6 +15,10 @@ ALL = [(target, case) for target in ("golden", "cpu") for case in cases(target)]
 RUN = [(target, case) for target, case in ALL if target not in case.skip]
 
 
+SIZES = ("none", "one", "odd", "wide", "wider-than-a-block")  # of cases of embedding
+COPIES = ("none", "one", "smallest", "odd", "many", "wider-than-a-block", "wide-odd")  # of blocks
+
+
 def name_of(value: object) -> str:
     return f"{value.stem}-{value.name}" if isinstance(value, Case) else str(value)
 
@@ -35,11 +39,10 @@ def test_what_is_skipped_and_why() -> None:
     """A list, so that no case can fall silent unseen."""
     skipped = {f"{case.stem} {case.name}" for target, case in ALL if target in case.skip}
     assert skipped == {
-        "embedding none",
-        "embedding one",
-        "embedding odd",
-        "embedding wide",
-        "embedding wider-than-a-block",
+        *(f"embedding {name}" for name in SIZES),
+        *(f"embedding positions-{name}" for name in SIZES),
+        *(f"attention_logn {name}" for name in ("none", "one", "odd", "heads", "wider-than-a-block")),
+        *(f"kv_cache {what}-{name}" for what in ("copy", "swap") for name in COPIES),
         *(f"activation plain-{name}" for name in ("gelu_new", "gelu", "relu", "silu")),
         "mla write-padding",
         *(f"attention_biased {name}" for name in SEQS),
@@ -47,6 +50,7 @@ def test_what_is_skipped_and_why() -> None:
         *(f"rope part-{name}" for name in ("gqa", "dim80", "dim256", "interleaved")),
         "attention decode-no-sequence",
         "attention decode-empty-sequence",
+        *(f"attention {half}-one-key-of-131072" for half in ("decode", "prefill")),
     }
     assert all(len(reason.split()) >= 5 for _, case in ALL for reason in case.skip.values())
 

@@ -257,27 +257,28 @@ def mutants_of(file: str, text: str) -> list[Mutant]:
     """All mutants of a file, in the order of its lines; none is there twice."""
     source = Source(text)
     edits = {edit: name for name in reversed(OPERATORS) for edit in OPERATORS[name](source)}
+    code = [_plain(line) for line in text.split("\n")]
+    code = ["" if line.startswith("#") else line for line in code]
     seen: dict[str, int] = {}
     found: dict[str, Mutant] = {}
     stem = file.rpartition("/")[2].partition(".")[0] + ("" if file.endswith(".cu") else ".cuh")
     for (begin, end, new), name in sorted(edits.items()):
-        mutated = text[:begin] + new + text[end:]
         first, last = text.rfind("\n", 0, begin) + 1, text.find("\n", max(begin, end - 1))
-        old_line, new_line = text[first:last], text[first:begin] + new + text[end:last]
-        around = _line_of_code(text[:first], -1), _plain(old_line), _plain(new_line), _line_of_code(text[last:], 0)
+        line, last_line = text.count("\n", 0, begin), text.count("\n", 0, last)
+        around = (
+            next(filter(None, reversed(code[:line])), ""),
+            _plain(text[first:last]),
+            _plain(text[first:begin] + new + text[end:last]),
+            next(filter(None, code[last_line + 1 :]), ""),
+        )
         key = hashlib.sha256("\0".join([file, *around]).encode()).hexdigest()[:8]
         seen[key] = seen.get(key, 0) + 1
         number = f"-{seen[key]}" if seen[key] > 1 else ""
-        line = text.count("\n", 0, begin) + 1
-        found.setdefault(mutated, Mutant(f"{stem}:{name}:{key}{number}", file, name, line, *around, mutated))
+        mutated = text[:begin] + new + text[end:]
+        found.setdefault(mutated, Mutant(f"{stem}:{name}:{key}{number}", file, name, line + 1, *around, mutated))
     return list(found.values())
 
 
 def _plain(lines: str) -> str:
     """Without comments and indentation; of several lines one."""
     return " ".join(re.sub(r"//.*", "", line).strip() for line in lines.split("\n")).strip()
-
-
-def _line_of_code(text: str, which: int) -> str:
-    lines = [plain for line in text.split("\n") if (plain := _plain(line)) and not plain.startswith("#")]
-    return lines[which] if lines else ""

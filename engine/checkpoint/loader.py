@@ -272,13 +272,19 @@ def _fill_randomly(weights: Weights, seed: int, store: Store) -> None:
 
 
 def _with_random_integers(weights: Weights, weight_map: WeightMap, seed: int, store: Store) -> Weights:
-    """The layers that stay 4-bit integers: all numbers alike often, with a scale that gives them DUMMY_STD."""
+    """The layers that stay 4-bit integers: all numbers alike often, with a scale that gives them DUMMY_STD.
+
+    Their mean is no zero, 0 to 15 less 8; signs that alternate from group to group, and from row to row, keep it from
+    growing through the layers.
+    """
     linears = dict(weights.linears)
     for spec in weight_map.linears:
         if spec.packed is None:
             continue
         blank = blank4(spec.out_features, spec.in_features, spec.packed.group_size, spec.packed.zeros)
-        blank["scales"] = np.full(blank["scales"].shape, DUMMY_STD / UNIFORM_STD, np.float16)
+        groups, _, rows, _, _ = np.indices((*blank["scales"].shape[:3], 1, 1), sparse=True)
+        signs = 1 - 2 * ((groups + rows) % 2)
+        blank["scales"] = np.full(blank["scales"].shape, DUMMY_STD / UNIFORM_STD * signs, np.float16)
         if "zeros" in blank:
             blank["zeros"] = np.full(blank["zeros"].shape, SYMMETRIC_ZERO, np.uint8)
         words = store.random_words(blank.pop("weight").shape, (seed, zlib.crc32(spec.dest.encode())))

@@ -63,7 +63,7 @@ class Shape:
 
 FEW = tuple(Shape(m, 17 + m, 8 * m, bias=m % 2 == 0) for m in range(1, 9))
 SOME = (*(Shape(m, 33, 8 * m + 400, bias=m % 2 == 1) for m in range(9, 18)), Shape(33, 70, 200, True))
-MANY = (Shape(64, 64, 576), Shape(100, 66, 584, True), Shape(128, 31, 136, True))
+MANY = (Shape(64, 64, 576), Shape(64, 150, 584), Shape(100, 66, 584, True), Shape(128, 31, 136, True))
 LONG = (Shape(5, 36, 1048, True), Shape(17, 40, 1032), Shape(2, 7, 640))  # several splits
 RUNS = {
     "skinny": (SKINNY, "bfloat16", (*FEW, *SOME[:-1])),
@@ -73,7 +73,7 @@ RUNS = {
     "tiles-float16": (TILES, "float16", (Shape(17, 31, 72, True),)),
     "split": (SPLIT, "bfloat16", LONG),
     "wide-tiles": (WIDE_TILES, "bfloat16", MANY),
-    "chosen-tiles": (CHOSEN_TILES, "bfloat16", (Shape(32, 130, 584, True),)),
+    "chosen-tiles": (CHOSEN_TILES, "bfloat16", (Shape(32, 300, 584, True),)),
 }
 
 

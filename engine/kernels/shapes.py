@@ -22,6 +22,9 @@ def _llama(
     }
 
 
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+
 MODEL_SHAPES: dict[str, dict[str, Any]] = {  # of one layer
     "llama-2-13b": _llama("LlamaForCausalLM", 5120, 13824, 40, 40, 32000),
     "llama-3.1-8b": _llama("LlamaForCausalLM", 4096, 14336, 32, 8, 128256),
@@ -39,6 +42,8 @@ MODEL_SHAPES: dict[str, dict[str, Any]] = {  # of one layer
     "command-r-plus": _llama(
         "CohereForCausalLM", 12288, 33792, 96, 8, 256000, layer_norm_eps=1e-5, logit_scale=0.8, use_qk_norm=True
     ),
+    "llama-3.1-8b-awq": _llama("LlamaForCausalLM", 4096, 14336, 32, 8, 128256, quantization_config=_AWQ),
+    "qwen2-72b-gptq": _llama("Qwen2ForCausalLM", 8192, 29568, 64, 8, 152064, quantization_config=_GPTQ),
     "qwen-7b": {
         "architectures": ["QWenLMHeadModel"],
         "hidden_size": 4096,

@@ -54,6 +54,7 @@ KERNEL_TARGETS = ("host", "gpu")
 QUICK = (  # words of names: ends that are easy to miss
     *("penalties-all", "odd", "wider-than-a-block", "one-short-of-16-bytes", "gqa", "dim80", "padding", "nine-tokens"),
     *("seventeen-tokens", "splits", "chunks", "forward-llama3", "all-ties", "logprobs-20"),
+    *("edits-spread", "gated-eight-tokens"),
 )
 NO_KERNEL = "there is no kernel for it yet"
 

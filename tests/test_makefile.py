@@ -121,7 +121,7 @@ def test_failed_reinstall_leaves_no_old_stamp(checkout: Checkout) -> None:
 def test_tests_get_the_test_extra_and_arguments(checkout: Checkout, target: str, command: str) -> None:
     done = checkout.make(target, "ARGS=-k x")
     assert done.returncode == 0, done.stderr
-    assert checkout.calls("-m pip install") == ["-m pip install --editable .[test]"]
+    assert checkout.calls("-m pip install") == ["-m pip install --editable .[test,nvrtc]"]
     assert checkout.calls("-m pytest") == [command]
 
 

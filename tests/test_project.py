@@ -132,9 +132,10 @@ def test_test_dependencies_are_those_that_tests_import() -> None:
 
 def test_extras_are_those_that_the_makefile_and_readme_name() -> None:
     extras = pyproject()["project"]["optional-dependencies"]
-    assert set(extras) == {"cuda12", "cuda13", "mpi", "test", "oracle"}
+    assert set(extras) == {"cuda12", "cuda13", "mpi", "nvrtc", "test", "oracle"}
     for release in ("12", "13"):
         assert f"cupy-cuda{release}x" in distributions(extras[f"cuda{release}"])
+    assert distributions(extras["nvrtc"]) < distributions(extras["cuda13"])
 
 
 def test_version_is_written_in_one_place() -> None:

@@ -91,8 +91,7 @@ def first_finding(stem: str, folder: Path) -> str:
 
 def watched_finding(stem: str, folder: Path, sanitizer: str) -> str:
     """What a sanitizer sees in a few cases; "" = nothing."""
-    edits = [case for case in cases_of(stem) if case.name.startswith("edits")]
-    return _of_cases([*quick(cases_of(stem)), *edits], folder, sanitizer)
+    return _of_cases(quick(cases_of(stem)), folder, sanitizer)
 
 
 def _of_cases(cases: list[Case], folder: Path, sanitizer: str = "") -> str:

@@ -85,8 +85,9 @@ def changed_kernels(stored: Mapping[str, Any], folder: Path = CUDA) -> list[str]
 
 
 def source_hash(target: str, stem: str) -> str:
-    """sha256 of the file that was checked."""
-    files = [ROOT / folder / f"{stem}.py" for folder in SOURCES[target]]
+    """sha256 of the file that was checked: that of the stem, or of the operation that its name begins with."""
+    names = (stem, stem.rpartition("_")[0])
+    files = [ROOT / folder / f"{name}.py" for name in names for folder in SOURCES[target]]
     return hashlib.sha256(next(file for file in files if file.exists()).read_bytes()).hexdigest()
 
 

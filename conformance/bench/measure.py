@@ -21,6 +21,7 @@ Rivals = Callable[[str, Mapping[str, Any]], Mapping[str, Callable[[], Any]]]
 FEWEST, MOST = 3, 128  # calls with buffers of their own
 LONG_ENOUGH = 2000.0  # µs that the launches between two events should take
 MOST_PASSES = 16
+TOO_GOOD = 1.5  # times as quick as the limit, which is a measurement itself
 
 
 def num_calls(num_bytes: int) -> int:
@@ -72,8 +73,15 @@ def measure(row: Row, place: Place, timer: Timer, rates: Rates, rivals: Rivals |
         kernels=kernels,
         error=comparison.error,
         tolerance=comparison.limit,
-        problem=comparison.problem,
+        problem=comparison.problem or _impossible(time, limit, row.work.num_bytes),
     )
+
+
+def _impossible(time: float, limit: float, num_bytes: int) -> str:
+    """What is wrong with a time that no GPU can have: whatever was timed was not the kernel."""
+    if num_calls(num_bytes) * num_bytes < COLD_BYTES or time > limit / TOO_GOOD:  # from a cache it may be quicker
+        return ""
+    return f"took {time:.3g} µs, where memory and tensor cores need {limit:.3g}: it was not the kernel that was timed"
 
 
 def _times(

@@ -111,6 +111,8 @@ def kernel_table(stored: Sequence[Record]) -> list[str]:
     for line in lines():
         shown = [_cells(report, line, line.show) for report in stored]
         rows = _rows(own, line)
+        if not any(_rows(report, line) for report in stored):  # a run of some rows only
+            continue
         peers = list(dict.fromkeys(row["peer"] for row in rows if row["peer"]))
         peer = f"{' '.join(peers)} {_cells(own, line, _peer(line.show))}" if peers else ""
         table.append(f"| {line.what} | {' | '.join(shown)} | {peer} | {_goal(rows)} |")

@@ -90,7 +90,8 @@ def linear_w4_dequantize(weight: LinearWeight, dtype: Any, *, device: Device) ->
     y = device.empty((weight.out_features, weight.in_features), dtype)
     tensors = weight.tensors
     gated = weight.format == PACKED_GATED
-    entry = f"linear_w4_dequantize<{type_name('linear_w4_dequantize', 'dtype', y)}, {_bool(gated)}, {_bool('zeros' in tensors)}>"
+    kind = type_name("linear_w4_dequantize", "dtype", y)
+    entry = f"linear_w4_dequantize<{kind}, {_bool(gated)}, {_bool('zeros' in tensors)}>"
     group_size = ceil_div(weight.in_features, tensors["scales"].shape[0])
     device.launch(
         Instance("linear_w4_dequantize", entry),

@@ -212,6 +212,19 @@ def test_the_very_launches_are_timed_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert [kernel.stem for kernel in figure.kernels if kernel] == ["linear"]
 
 
+def test_a_time_that_cannot_be_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a graph without the kernel takes is no time of it; from a cache a kernel may beat the memory's limit."""
+    row = next(row for row in SMALL if row.op == "rmsnorm")
+    rate = row.work.num_bytes * 0.6e6  # of which the limit is 1.67 µs, where the clock says 1
+    slow = Rates(read=rate, copy=rate, flops=1e30)
+    monkeypatch.setattr(measuring, "MOST", 1)
+    assert measure(row, cpu_place(), Clock(), slow).problem == ""
+    monkeypatch.setattr(measuring, "COLD_BYTES", 0)
+    figure = measure(row, cpu_place(), Clock(), slow)
+    assert "it was not the kernel that was timed" in figure.problem
+    assert figure.verdict == "WRONG"
+
+
 def test_where_the_library_is_chosen_it_is_its_own_peer() -> None:
     place = Place(Notes())
     figure = measure(rows_linear.linear_row("qkv", 256, 64, 128), place, Clock(), RATES)

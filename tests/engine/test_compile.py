@@ -32,7 +32,13 @@ from engine.model_config.read import model_config_from_hf
 
 RMSNORM = Instance("rmsnorm", "rmsnorm<bf16, 1>")
 STEMS = {path.stem for path in compiler.CUDA.glob("*.cu")}
-FEW_MODELS = ("llama-3.1-8b", "command-r-plus", "qwen-7b", "cpm-1", "qwen2-72b-gptq")  # that together need every kernel of a model
+FEW_MODELS = (
+    "llama-3.1-8b",
+    "command-r-plus",
+    "qwen-7b",
+    "cpm-1",
+    "qwen2-72b-gptq",
+)  # that together need every kernel of a model
 SPILLS = {  # entry → most bytes, stores and loads, and why
     r"sample_rows": 16,  # of sm_80, 86 and 89: 1024 threads leave 64 registers
     r"rope_kv_write<\w+, false, 1>": 16,  # heads of 16 or less, which only tests have

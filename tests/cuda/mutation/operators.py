@@ -170,7 +170,7 @@ def sign(source: Source) -> Iterator[Edit]:
 def constant(source: Source) -> Iterator[Edit]:
     """A number of floating point that is another; of zeros those that something begins with, or is instead."""
     for number, token in enumerate(source.tokens):
-        if token.kind == "number" and re.fullmatch(r"[\d.]+f|0x[\d.]+p\d+f", token.text):
+        if token.kind == "number" and re.fullmatch(r"[\d.]+f|0x[\d.]+p[+-]?\d+f", token.text):
             if float_of(token.text):
                 yield token.begin, token.end, f"({token.text} * 1.25f)"
             elif source.at(number - 1) in ("=", "?", ":"):

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 
 TOKEN = re.compile(
-    r"(?P<name>[A-Za-z_]\w*)|(?P<number>\.?\d(?:[\w.]|[eEpP][+-])*)|(?P<text>\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*')"
+    r"(?P<name>[A-Za-z_]\w*)|(?P<number>\.?\d(?:[eEpP][+-]|[\w.])*)|(?P<text>\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*')"
     r"|(?P<mark><<=|>>=|\.\.\.|->|::|\+\+|--|<<|>>|&&|\|\||[-+*/%&|^<>=!]=|[^\s\w])"
 )
 HIDDEN = re.compile(  # what is no code, and what g++ does not see

@@ -23,7 +23,7 @@ from tests.cuda.edges import EDGES
 
 GPU_ONLY = ("_sm90",)  # endings of .cu files
 NOT_RUN = ("ptx.cuh", "ptx_sm90.cuh")  # headers of inline PTX, for which cuda/host/ptx.h stands
-SHARED = {  # header → whose cases must find its mutants, in this order
+SHARED = {  # header that many include → whose cases must find its mutants, in this order
     "include/activation.cuh": ("activation", "linear"),
     "include/dtype.cuh": ("rmsnorm", "embedding"),
     "include/ranked_row.cuh": ("sampling", "sampling_logprobs", "sampling_edits"),
@@ -42,8 +42,13 @@ def files() -> list[str]:
     ]
 
 
+@cache
 def stems_of(file: str) -> tuple[str, ...]:
-    return SHARED[file] if file in SHARED else (file.removesuffix(".cu"),)
+    """Of a header without an entry in SHARED all kernels that include it."""
+    if file in SHARED or file.endswith(".cu"):
+        return SHARED.get(file, (file.removesuffix(".cu"),))
+    include = f'#include "{file.removeprefix("include/")}"'
+    return tuple(name.removesuffix(".cu") for name in files() if include in (CUDA / name).read_text("utf-8"))
 
 
 @cache

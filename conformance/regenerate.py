@@ -15,7 +15,7 @@ where the format has them.
 
 starter.json holds, for each text of starter.prompts, the prompt's ids and greedy ids with the five best logprobs of
 each, from the starter model's GGUF file dequantized to float32; and the logprobs of the same ids at the same places in
-bfloat16 (weights and arithmetic), which say how far that type alone leads from float32.
+bfloat16 and in float16 (weights and arithmetic), which say how far each type alone leads from float32.
 
 manifest.json holds what made them: versions, seed, sha256 of the checkpoint and of the file.
 """
@@ -23,6 +23,7 @@ manifest.json holds what made them: versions, seed, sha256 of the checkpoint and
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import json
 import tempfile
@@ -221,9 +222,10 @@ def starter_oracle() -> list[dict[str, Any]]:
                     break
         entries.append({"name": name, "prompt_ids": prompt_ids, "greedy_ids": ids[len(prompt_ids) :], "top5": top})
         print(name, len(prompt_ids), tokenizer.decode(ids[len(prompt_ids) :])[:60])
-    model.to(torch.bfloat16)
-    for entry in entries:
-        entry["top5_bfloat16"] = logprobs_along(model, entry)
+    for dtype in (torch.bfloat16, torch.float16):
+        rounded = copy.deepcopy(model).to(dtype)
+        for entry in entries:
+            entry[f"top5_{str(dtype).removeprefix('torch.')}"] = logprobs_along(rounded, entry)
     return entries
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from conformance.case import HALVES
 from conformance.starter.follow import CLAIM, GOLDEN, Bound, Deviation, bound_for, follow, score, yardstick
 from engine.build import build_engine
 from engine.config import EngineConfig
@@ -68,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
     bound = bound_for(dtype)
-    print(line("transformers in bfloat16", yardstick(), None))
+    if dtype in HALVES:
+        print(line(f"transformers in {dtype}", yardstick(dtype), None))
     print(f"{args.device}, {dtype}: passes up to rms {bound.rms:.4f}, worst {bound.worst:.4f}")
     report, failed = {}, False
     try:

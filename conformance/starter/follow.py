@@ -1,7 +1,7 @@
 """Follows the texts of conformance/golden/starter.json with an engine and says how far its logprobs are from theirs.
 
 The golden is float32. A type of 16 bits leads away from it whoever computes, so it also has what transformers makes of
-the same texts in bfloat16: that error is the yardstick, and the rule is that of conformance.tolerance, twice the
+the same texts in each: that error is the yardstick, and the rule is that of conformance.tolerance, twice the
 yardstick. An engine that takes another token than the golden (two were close) is put back onto the text, so that every
 place is compared in every run.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import conformance
-from conformance.tolerance import FACTOR, UNIT_ROUNDOFF
+from conformance.tolerance import FACTOR
 from engine.api import GenerationRequest, SamplingParams, TokenLogprob
 from engine.loop import Engine, drain
 
@@ -73,22 +73,21 @@ class Bound:
         return wrong
 
 
-def yardstick() -> Deviation:
-    """How far transformers in bfloat16 is from the golden."""
+def yardstick(dtype: str) -> Deviation:
+    """How far transformers in this type of 16 bits is from the golden."""
     found = Deviation()
     for entry in GOLDEN:
-        for best, others in zip(entry["top5"], entry["top5_bfloat16"], strict=True):
+        for best, others in zip(entry["top5"], entry[f"top5_{dtype}"], strict=True):
             found.differences += [abs(theirs - other) for (_, theirs), other in zip(best, others, strict=True)]
     return found
 
 
 def bound_for(dtype: str) -> Bound:
-    """float32: a fixed one. 16 bits: twice the yardstick, by the roundoff of the type."""
+    """float32: a fixed one. 16 bits: FACTOR times the yardstick."""
     if dtype == "float32":
         return Bound(FLOAT32_BOUND, FLOAT32_BOUND)
-    scale = FACTOR * UNIT_ROUNDOFF[dtype] / UNIT_ROUNDOFF["bfloat16"]
-    measured = yardstick()
-    return Bound(scale * measured.rms, scale * measured.worst)
+    measured = yardstick(dtype)
+    return Bound(FACTOR * measured.rms, FACTOR * measured.worst)
 
 
 def follow(engine: Engine, entries: Sequence[Entry], with_logprobs: bool = True) -> Deviation:

@@ -16,6 +16,7 @@ from conformance.host import KernelFault
 from conformance.host_build import CUDA
 from conformance.host_device import HostDevice
 from engine.kernels.attention import attention_decode
+from engine.kernels.notes import Notes
 from ref import attention
 
 Array = NDArray[Any]
@@ -116,3 +117,18 @@ def test_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
         except KernelFault:
             return
     pytest.fail(f"nothing noticed: {fault}")
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "warps"),
+    [(1, 8), (4, 8), (8, 4), (16, 8), (17, 4)],  # in 16, 4, 2, 1 and 1 splits; 17 sequences are 136 blocks
+)
+def test_warps_of_a_block(num_seqs: int, warps: int) -> None:
+    """Of 132 SMs: twice as many where a block has an SM for itself, but for two splits."""
+    notes = Notes(num_sms=132, max_shared_bytes=227 << 10)
+    cache_ = np.zeros((1, 16, 8, 128), ml_dtypes.bfloat16)
+    q, table = np.zeros((num_seqs, 32, 128), ml_dtypes.bfloat16), np.zeros((num_seqs, 1024), np.int32)
+    attention_decode(q, cache_, cache_, table, np.zeros(num_seqs, np.int32), SM_SCALE, device=notes)
+    (launch,) = notes.launches
+    assert launch.instance.entry == f"attention_decode<bf16, 128, {warps}, 3>"
+    assert launch.threads == 32 * warps

@@ -158,7 +158,10 @@ RULES = {
         within(target, "conformance") and not within(name, "conformance")
     ),
     "ref is used by the CPU's ops and by conformance": lambda name, target: (
-        within(target, "ref") and within(name, "engine") and name != "engine.ops" and not within(name, "engine.cpu")
+        within(target, "ref")
+        and within(name, "engine")
+        and name != "engine.ops"
+        and not within(name, "engine.cpu")
         # what quantized checkpoints mean is said once, and their numbers are made at load, off the token path
         and not (within(target, "ref.quant") or (target == "ref.checkpoint" and name == "engine.checkpoint.quantized"))
     ),

@@ -32,7 +32,9 @@ def is_group_size(group_size: int, in_features: int) -> bool:
     """Whether the kernels have groups of so many columns."""
     if group_size == in_features:
         return True
-    return group_size in GROUP_SIZES or (group_size % 128 == 0 and group_size & (group_size - 1) == 0)
+    return in_features % group_size == 0 and (
+        group_size in GROUP_SIZES or (group_size % 128 == 0 and group_size & (group_size - 1) == 0)
+    )
 
 
 def pack4(q: Array, scales: Array, zeros: Array | None, *, gated: bool = False) -> dict[str, Array]:

@@ -101,7 +101,7 @@ def load_weights(
     else:
         tensors = folder_tensors(source.path)
     quantization = weight_map.quantization
-    quantized = None if quantization is None else QuantizedFolder(source.path, quantization)
+    quantized = None if quantization is None else QuantizedFolder(source.path, quantization, tensors)
     if quantized is not None:
         weight_map = quantized.as_stored(weight_map)
     modules = set() if quantized is None else set(quantized.modules(weight_map))
@@ -251,7 +251,9 @@ def _fill_quantized(
         for module, expert, rows in spec.modules():
             if module in modules:
                 target = weight.tensors["weight"][(rows,) if expert is None else (expert, rows)]
-                store.write(quantized.dense(module, (rows.stop - rows.start, spec.in_features)), target)
+                store.write(
+                    quantized.dense(module, (rows.stop - rows.start, spec.in_features), spec.transposed), target
+                )
     return replace(weights, linears=linears)
 
 

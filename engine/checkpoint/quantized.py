@@ -16,21 +16,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.checkpoint.folder import read_json
+from engine.checkpoint.stored_tensor import StoredTensor, map_bytes
 from engine.errors import CheckpointError, ConfigError
 from engine.packed4 import SYMMETRIC_ZERO, is_group_size, pack4
 from engine.weights import LinearSpec, Packed, WeightMap
-from ref.checkpoint import read_checkpoint
+from ref.checkpoint import QUANTIZED, STORED, widen
 from ref.quant.awq import AwqConfig
 from ref.quant.coded import dequantize_weight
 from ref.quant.compressed_tensors_config import CtScheme
 from ref.quant.gptq import GptqConfig
 from ref.quant.groups import GroupedInt
-from ref.quant.scheme import SUFFIXES, unpack_module
+from ref.quant.scheme import SCALES, SUFFIXES, module_shape, unpack_module
 from ref.quant.scheme_config import QuantConfig, Scheme, module_scheme, parse_quantization_config
 
 Array = NDArray[Any]
 
 BITS = 4
+HEAD = "lm_head"  # is read in float32 at its end, and tied to the embedding in many models
+TYPES = {name: np.dtype(kind) for name, kind in (STORED | QUANTIZED).items()}
 OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
@@ -61,7 +64,7 @@ def keep_packed(weight_map: WeightMap) -> WeightMap:
 
 def _packed(spec: LinearSpec, quantization: QuantConfig) -> Packed | None:
     schemes = {module_scheme(quantization, name) for name, _, _ in spec.modules()}
-    if spec.n_experts or spec.latent or spec.transposed or len(schemes) > 1 or spec.in_features % 8:
+    if spec.dest == HEAD or spec.n_experts or spec.latent or len(schemes) > 1 or spec.in_features % 8:
         return None
     if (spec.gated and spec.out_features % 16) or any(rows % 8 for _, rows in spec.parts):
         return None
@@ -86,19 +89,30 @@ def _group_facts(scheme: Scheme | None) -> tuple[int, bool] | None:
     return None
 
 
+class _Views(Mapping[str, Array]):
+    """Tensors of a folder as they lie in its files, mapped when they are asked for."""
+
+    def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Array:
+        tensor = self._tensors[name]
+        if tensor.dtype not in TYPES:
+            raise ValueError(f"{tensor.file.name}: tensor {name} is {tensor.dtype}; known are {', '.join(TYPES)}")
+        return map_bytes(tensor).view(TYPES[tensor.dtype]).reshape(tensor.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
 class QuantizedFolder:
-    """The quantized modules of a folder.
+    """The quantized modules of a folder."""
 
-    Raises:
-        CheckpointError: a file is missing or damaged.
-    """
-
-    def __init__(self, folder: Path, quantization: QuantConfig) -> None:
-        self._folder, self._config = folder, quantization
-        try:
-            self._tensors: Mapping[str, Array] = read_checkpoint(folder, None)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{folder}: {error}") from error
+    def __init__(self, folder: Path, quantization: QuantConfig, tensors: Mapping[str, StoredTensor]) -> None:
+        self._folder, self._config, self._tensors = folder, quantization, _Views(tensors)
 
     def modules(self, weight_map: WeightMap) -> Iterator[str]:
         """Names of the linear modules of a model that the config calls quantized."""
@@ -108,29 +122,59 @@ class QuantizedFolder:
                     yield name
 
     def as_stored(self, weight_map: WeightMap) -> WeightMap:
-        """Without `packed` where a module is in floating point after all, such as the head of most GPTQ files."""
+        """Without `packed` where the files have what only a decoded weight can be: floating point after all, groups of
+        inputs in another order than that of neighbours, scales that float16 does not hold."""
         linears = tuple(
-            replace(spec, packed=None)
-            if any(f"{name}.weight" in self._tensors for name, _, _ in spec.modules())
-            else spec
+            replace(spec, packed=None) if spec.packed is not None and not self._can_stay(spec, spec.packed) else spec
             for spec in weight_map.linears
         )
         return replace(weight_map, linears=linears)
+
+    def _can_stay(self, spec: LinearSpec, packed: Packed) -> bool:
+        for name, _, _ in spec.modules():
+            if f"{name}.weight" in self._tensors:
+                return False
+            order = self._tensors.get(f"{name}.g_idx")
+            if order is not None and not np.array_equal(order, np.arange(spec.in_features) // packed.group_size):
+                return False
+            for suffix in SCALES:
+                stored = self._tensors.get(f"{name}.{suffix}")
+                if stored is None or stored.dtype == np.float16:
+                    continue
+                scales = widen(stored)
+                with np.errstate(over="ignore"):
+                    if not np.array_equal(scales.astype(np.float16).astype(scales.dtype), scales):
+                        return False
+        return True
 
     def holds(self, module: str) -> bool:
         return module_scheme(self._config, module) is not None
 
     def tensor_names(self, module: str) -> list[str]:
-        """Those of the checkpoint that the module's weight is made of."""
-        return [name for suffix in SUFFIXES if (name := f"{module}.{suffix}") in self._tensors]
+        """Those of the checkpoint that the module's weight is made of, and a bias of zeros, which some writers add."""
+        bias = f"{module}.bias"
+        names = [name for suffix in SUFFIXES if (name := f"{module}.{suffix}") in self._tensors]
+        return [*names, bias] if bias in self._tensors and not widen(self._tensors[bias]).any() else names
 
-    def dense(self, module: str, shape: tuple[int, int]) -> NDArray[np.float32]:
+    def dense(self, module: str, shape: tuple[int, int], transposed: bool = False) -> NDArray[np.float32]:
         """The weight of a module, decoded, [out_features, in_features].
+
+        transposed: where it is in floating point after all, the file has [in_features, out_features].
 
         Raises:
             CheckpointError: names the module, and the tensor that is missing or wrong.
         """
-        return np.asarray(dequantize_weight(self._unpacked(module, shape), np.float32))
+        value = self._unpacked(module, shape, transposed)
+        try:
+            with np.errstate(over="ignore", invalid="ignore"):
+                decoded = np.asarray(dequantize_weight(value, np.float32))
+        except (ValueError, MemoryError) as error:
+            raise CheckpointError(f"{self._folder}: module {module}: {error}") from error
+        if not np.isfinite(decoded).all():
+            raise CheckpointError(
+                f"{self._folder}: module {module} decodes to numbers that are not finite; fetch its files again"
+            )
+        return decoded
 
     def packed(self, spec: LinearSpec) -> dict[str, Array]:
         """The tensors of a layer that stays 4-bit integers: see engine.packed4.
@@ -158,13 +202,16 @@ class QuantizedFolder:
             gated=spec.gated,
         )
 
-    def _unpacked(self, module: str, shape: tuple[int, int]) -> Any:
+    def _unpacked(self, module: str, shape: tuple[int, int], transposed: bool = False) -> Any:
         try:
+            stored = module_shape(self._tensors, self._config, module)
+            is_float = transposed and f"{module}.weight" in self._tensors
+            wanted = shape[::-1] if is_float else shape
+            if tuple(stored) != wanted:
+                raise CheckpointError(
+                    f"{self._folder}: module {module} is {list(stored)}, wanted {list(wanted)} by the config"
+                )
             value = unpack_module(self._tensors, self._config, module)
-        except ValueError as error:
+        except (ValueError, IndexError) as error:
             raise CheckpointError(f"{self._folder}: {error}") from error
-        if tuple(value.shape) != shape:
-            raise CheckpointError(
-                f"{self._folder}: module {module} is {list(value.shape)}, wanted {list(shape)} by the config"
-            )
-        return value
+        return widen(value).T if is_float and isinstance(value, np.ndarray) else value

@@ -81,7 +81,16 @@ def ct_unpack(tensors: Mapping[str, Array], scheme: CtScheme) -> GroupedInt:
         stored = tensors["weight_zero_point"]
         _expect(stored, "weight_zero_point", (-(-out_features // per_word), num_groups))
         zeros = unpack_words(stored, scheme.bits, axis=0)[:out_features]
+    elif (
+        "weight_zero_point" in tensors
+        and not (unpack_words(tensors["weight_zero_point"], scheme.bits, axis=0)[:out_features] == zeros).all()
+    ):
+        raise ValueError(
+            f"the config says symmetric, but weight_zero_point is stored and holds other zeros than {zeros[0, 0]}"
+        )
     g_idx = np.asarray(tensors["weight_g_idx"], np.int64) if scheme.act_order else regular
+    if not scheme.act_order and "weight_g_idx" in tensors and not np.array_equal(tensors["weight_g_idx"], regular):
+        raise ValueError("weight_g_idx is stored in another order than neighbours, but the config has no actorder")
     if g_idx.shape != (in_features,) or g_idx.min() < 0 or g_idx.max() >= num_groups:
         raise ValueError(f"weight_g_idx must hold {in_features} numbers from 0 to {num_groups - 1}")
     return GroupedInt(scheme.bits, q, scales, zeros, g_idx)

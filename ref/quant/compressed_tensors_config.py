@@ -95,7 +95,7 @@ def _parse_group(group: Mapping[str, Any], name: str | None) -> CtScheme:
         raise ValueError("output_activations are not supported")
     kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits"), weights.get("strategy")
     known_bits = (4, 8) if name == "pack-quantized" else (8,)
-    if kind != FORMATS[name] or bits not in known_bits:
+    if kind != FORMATS[name] or bits not in known_bits or type(bits) is not int:
         raise ValueError(
             f"weights of type {kind!r} with num_bits {bits!r} are not supported in format {name}; known are "
             f"{FORMATS[name]} of {' or '.join(map(str, known_bits))} bits"
@@ -132,6 +132,8 @@ def _parse_activations(activations: Mapping[str, Any] | None, kind: str, name: s
     """ "token", "group" or "static"; None where activations stay floating point."""
     if activations is None:
         return None
+    if not isinstance(activations, Mapping):
+        raise ValueError(f"input_activations must be an object or null, found {activations!r}")
     dynamic, strategy = activations.get("dynamic", False), activations.get("strategy")
     found = (activations.get("type", "int"), activations.get("num_bits"), bool(activations.get("symmetric", True)))
     if name == "pack-quantized" or found != (kind, 8, True):

@@ -165,3 +165,105 @@ def test_a_config_in_a_file_of_its_own_is_read(tmp_path: Path) -> None:
     (folder / "quantize_config.json").write_text(json.dumps(quantization | {"bits": 3}))
     with pytest.raises(ConfigError, match=r"quantize_config\.json: .*bits is 3"):
         load(folder)
+
+
+def changed_tensors(folder: Path, change: Callable[[dict[str, Any]], Any], name: str = "model.safetensors") -> None:
+    """BF16 goes through as it is: what is changed is of other types, or of its bits."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    (folder / "model.safetensors").unlink()
+    save_file({key: np.ascontiguousarray(value) for key, value in tensors.items()}, folder / name)
+
+
+def logits_of(folder: Path, packed: bool) -> np.ndarray[Any, Any]:
+    prompt = format_prompt()
+    return run_chunks(make_runner(folder, cpu_ops(), [prompt], packed=packed), [prompt], [5])[0]
+
+
+@pytest.mark.parametrize("name", ["gptq_act_order", "gptq"])
+def test_groups_in_another_order_than_the_config_says(name: str, tmp_path: Path) -> None:
+    """g_idx is what counts, with desc_act or without: the layer is decoded."""
+    folder = format_model(tmp_path, "llama", name)
+    changed_config(folder, lambda quantization: quantization.update(desc_act=False))
+    if name == "gptq":
+        key = "model.layers.0.self_attn.q_proj.g_idx"
+        changed_tensors(folder, lambda tensors: tensors.update({key: tensors[key][::-1]}))
+        assert load(folder).linears["layers.0.qkv_proj"].format == "dense"
+        assert load(folder).linears["layers.0.o_proj"].format == PACKED
+    np.testing.assert_allclose(logits_of(folder, packed=True), logits_of(folder, packed=False), atol=1e-4)
+
+
+def test_scales_that_float16_does_not_hold(tmp_path: Path) -> None:
+    """The layer is decoded: packed scales are float16."""
+    folder = format_model(tmp_path, "llama", "gptq")
+    key = "model.layers.0.mlp.down_proj.scales"
+    changed_tensors(folder, lambda tensors: tensors.update({key: tensors[key].astype(np.float32) * 1.0003}))
+    assert load(folder).linears["layers.0.down_proj"].format == "dense"
+    np.testing.assert_allclose(logits_of(folder, packed=True), logits_of(folder, packed=False), atol=1e-4)
+
+
+def test_symmetric_with_zero_points_in_the_file(tmp_path: Path) -> None:
+    folder = format_model(tmp_path, "llama", "ct_int4")
+
+    def lie(quantization: dict[str, Any]) -> None:
+        quantization["config_groups"]["group_0"]["weights"]["symmetric"] = True
+
+    changed_config(folder, lie)
+    with pytest.raises(CheckpointError, match=r"q_proj: the config says symmetric, but weight_zero_point is stored"):
+        load(folder)
+
+
+def test_an_order_of_groups_that_the_config_does_not_know(tmp_path: Path) -> None:
+    folder = format_model(tmp_path, "llama", "ct_int4")
+    order = np.arange(160, dtype=np.int32)[::-1] // 32
+    changed_tensors(folder, lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.weight_g_idx": order}))
+    with pytest.raises(CheckpointError, match=r"up_proj: weight_g_idx is stored in another order"):
+        load(folder)
+
+
+def test_a_code_that_is_no_number(tmp_path: Path) -> None:
+    """0x7F is NaN in e4m3."""
+    folder = format_model(tmp_path, "llama", "fp8_block")
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    start = 8 + int.from_bytes(data[:8], "little") + header["model.layers.0.mlp.up_proj.weight"]["data_offsets"][0]
+    data[start] = 0x7F
+    (folder / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"up_proj decodes to numbers that are not finite"):
+        load(folder)
+
+
+def test_no_rows(tmp_path: Path) -> None:
+    folder = format_model(tmp_path, "llama", "awq")
+    key = "model.layers.0.mlp.up_proj.qweight"
+    changed_tensors(folder, lambda tensors: tensors.update({key: tensors[key][:0]}))
+    with pytest.raises(CheckpointError, match=r"module model\.layers\.0\.mlp\.up_proj is \[160, 0\], wanted"):
+        load(folder)
+
+
+def test_biases_of_zeros_are_passed_over(tmp_path: Path) -> None:
+    """Some writers of GPTQ files give every module one."""
+    folder = format_model(tmp_path, "llama", "gptq")
+    key = "model.layers.0.mlp.up_proj.bias"
+    changed_tensors(folder, lambda tensors: tensors.update({key: np.zeros(160, np.float16)}))
+    assert load(folder).linears["layers.0.gate_up_proj"].bias is None
+    changed_tensors(folder, lambda tensors: tensors.update({key: np.ones(160, np.float16)}))
+    with pytest.raises(CheckpointError, match=r"unexpected.*up_proj\.bias"):
+        load(folder)
+
+
+def test_any_name_of_the_file(tmp_path: Path) -> None:
+    folder = format_model(tmp_path, "llama", "gptq")
+    changed_tensors(folder, lambda tensors: None, name="gptq_model-4bit-32g.safetensors")
+    assert load(folder).linears["layers.0.o_proj"].format == PACKED
+
+
+def test_activations_of_a_wrong_kind_are_refused(tmp_path: Path) -> None:
+    folder = format_model(tmp_path, "llama", "ct_int8")
+
+    def change(quantization: dict[str, Any]) -> None:
+        quantization["config_groups"]["group_0"]["input_activations"] = "int8"
+
+    changed_config(folder, change)
+    with pytest.raises(ConfigError, match="input_activations must be an object or null, found 'int8'"):
+        load_model_config(resolve(str(folder)))

@@ -91,3 +91,15 @@ def test_kvm_08_a_gpu_has_one_stream() -> None:
             if isinstance(node, ast.Attribute) and node.attr in ("Stream", "ExternalStream", "null", "ptds"):
                 found.append((file.name, ast.unparse(node)))
     assert found == [("cuda.py", "cupy.cuda.Stream")]
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.float16, np.uint8])
+def test_arrays_go_up_as_they_are(store_module: ModuleType, dtype: Any) -> None:
+    """The words, scales and zeros of 4-bit weights, in several pieces of the staging buffers; transposed ones too."""
+    store = store_module.GpuStore(BF16)
+    made = np.random.default_rng(0).integers(0, 200, (37, 11, 3)).astype(dtype)
+    places = [store.put(made), store.put(made.transpose(2, 0, 1))]
+    store.finish()
+    np.testing.assert_array_equal(stand_in.raw(places[0]), made)
+    np.testing.assert_array_equal(stand_in.raw(places[1]), made.transpose(2, 0, 1))
+    assert stand_in.raw(places[0]).dtype == dtype

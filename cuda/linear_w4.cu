@@ -15,7 +15,7 @@
 // sums       float32: a group's (or 128 columns') q · x and zero · x by the tensor cores, their difference times the scale;
 //            step by step of a warp, warp by warp, part by part; one rounding at the end, and with a gate one of each z
 //            before it
-// launcher   grid at most the number of steps, block 32 · kWarps, shared memory as Packed.shared_bytes of
+// launcher   grid at most the number of steps, block 32 · kWarps, shared memory as Few.shared_bytes of
 //            engine/kernels/linear_w4.py says; partials [grid, 2, 8 · kTokenTiles, 16 · kRowTiles] float32; counters [grid],
 //            0 before and after; num_tokens ≤ 8 · kTokenTiles; group_shift: groups are 128 / kGroups · 2^group_shift long
 #include "activation.cuh"

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from ref.quant.scheme_config import QuantConfig
 
+EMBEDDING, HEAD = "embed_tokens", "lm_head"  # dest names that tied weights share
+
 Array = Any  # numpy.ndarray on a CPU, cupy.ndarray on a GPU
 
 

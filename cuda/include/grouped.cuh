@@ -30,7 +30,7 @@ struct Nibbles<fp16> {  // q · 2⁻²⁴ and q · 2⁻²⁰, subnormal numbers,
   static constexpr unsigned kOnes = 0x3c003c00u;
 };
 
-// The registers of a for one mma. mask: nibble_mask(), from before the loop.
+// The registers of a for one mma. mask: 0x000f000f, in a register.
 __device__ __forceinline__ void unpack_nibbles(unsigned word, unsigned mask, unsigned (&a)[4], bf16) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) a[i] = (word >> 4 * i & mask) | 0x43004300u;

@@ -31,14 +31,13 @@ from engine.config import ModelConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.model_config.read import model_config_from_hf
 from engine.packed4 import PACKED, PACKED_GATED, SYMMETRIC_ZERO, blank4
-from engine.weights import LinearSpec, LinearWeight, WeightMap, Weights
+from engine.weights import EMBEDDING, HEAD, LinearSpec, LinearWeight, WeightMap, Weights
 
 Array = Any
 
 MAX_LISTED = 50  # names of one kind in a message
 DUMMY_STD = 0.02
 UNIFORM_STD = 4.6  # of the integers 0 to 15
-EMBEDDING, HEAD = "embed_tokens", "lm_head"  # dest names that tied weights share
 
 logger = logging.getLogger(__name__)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from engine.ops import OpTable
-from engine.weights import WeightMap, Weights
-
-HEAD = "lm_head"  # keeps its layout: where it is tied it is the embedding too
+from engine.weights import HEAD, WeightMap, Weights
 
 
 def prepare_weights(weights: Weights, weight_map: WeightMap, ops: OpTable) -> Weights:
@@ -19,5 +17,6 @@ def prepare_weights(weights: Weights, weight_map: WeightMap, ops: OpTable) -> We
         if dest in latent:
             prepared[dest] = ops.mla_split_kv_b(weight, *latent[dest])
         else:
+            # the head keeps its layout: where it is tied it is the embedding too
             prepared[dest] = weight if dest == HEAD else ops.prepare(weight)
     return Weights(prepared, arrays)

@@ -19,7 +19,7 @@ from engine.checkpoint.folder import read_json
 from engine.checkpoint.stored_tensor import StoredTensor, map_bytes
 from engine.errors import CheckpointError, ConfigError
 from engine.packed4 import SYMMETRIC_ZERO, is_group_size, pack4
-from engine.weights import LinearSpec, Packed, WeightMap
+from engine.weights import HEAD, LinearSpec, Packed, WeightMap
 from ref.checkpoint import QUANTIZED, STORED, widen
 from ref.quant.awq import AwqConfig
 from ref.quant.coded import dequantize_weight
@@ -32,7 +32,6 @@ from ref.quant.scheme_config import QuantConfig, Scheme, module_scheme, parse_qu
 Array = NDArray[Any]
 
 BITS = 4
-HEAD = "lm_head"  # is read in float32 at its end, and tied to the embedding in many models
 TYPES = {name: np.dtype(kind) for name, kind in (STORED | QUANTIZED).items()}
 OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 

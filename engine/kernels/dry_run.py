@@ -10,7 +10,6 @@ import numpy as np
 
 from engine.api import SamplingParams
 from engine.batch import ForwardBatch
-from engine.checkpoint.loader import EMBEDDING, HEAD
 from engine.checkpoint.quantized import keep_packed
 from engine.comm.communicator import OneRank
 from engine.config import ModelConfig, StepLimits
@@ -24,7 +23,7 @@ from engine.models.registry import ARCHITECTURES
 from engine.packed4 import PACKED, PACKED_GATED, blank4
 from engine.rope_table import RopeTable
 from engine.sampler import Sampler
-from engine.weights import LinearWeight, WeightMap, Weights
+from engine.weights import EMBEDDING, HEAD, LinearWeight, WeightMap, Weights
 
 # A linear layer's kernel goes by the number of rows: both sides of what may be a border.
 LINEAR_ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 257)

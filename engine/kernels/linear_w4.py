@@ -43,14 +43,14 @@ class Few:
         return self.warps * (self.stages * num_tokens * 2 * STEP + 8 * (16 * self.row_tiles + 4) * 4) + 16
 
 
-# (most tokens, sizes, and those for the 99 KiB that a block has on most cards), as measured on an H200 over the shapes
-# of 72B and 8B models
+# (most tokens, sizes, and those for the 99 KiB that a block has on most cards): the first near the best of what was
+# timed on an H200 over shapes of 72B and 8B models, with the kernel in an earlier form; the second are not timed
 CHOICES = (
     (8, Few(4, 1, 8, 3, 2), Few(4, 1, 8, 2, 1)),
     (16, Few(4, 2, 8, 2, 1), Few(4, 2, 8, 2, 1)),
     (32, Few(2, 4, 8, 2, 1), Few(2, 4, 4, 2, 1)),
 )
-FEW_TOKENS = 64  # up to here 32 tokens at a time are quicker than what many tokens take
+FEW_TOKENS = 64  # up to here 32 tokens at a time; reckoned, not timed
 
 
 def linear_w4(x: Array, weight: LinearWeight, *, device: Device, dtype: Any = None) -> Array:

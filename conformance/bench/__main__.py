@@ -60,16 +60,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(f"{row.op} {row.name}" for row in found))
         return 0
     try:
-        return _run(found, args)
+        cupy = find_cupy()
+        with GraphTimer(cupy) as timer:
+            return _run(found, args, cupy, timer)
     except (MachineMissing, GlintError) as error:
         print(f"python -m conformance.bench: {error}", file=sys.stderr)
         return 2
 
 
-def _run(found: Sequence[Row], args: argparse.Namespace) -> int:
-    cupy = find_cupy()
+def _run(found: Sequence[Row], args: argparse.Namespace, cupy: Any, timer: GraphTimer) -> int:
     compiler = importlib.import_module("engine.kernels.compile")
-    timer = GraphTimer(cupy)
     gpu = importlib.import_module("engine.kernels.gpu").Gpu(cache_dir() / "kernels", args.arch)
     if not gpu.has_wgmma:
         found = [row for row in found if not row.hopper]

@@ -54,7 +54,10 @@ class Timer(Protocol):
 
 
 class GraphTimer:
-    """Times on a stream of its own, which is CuPy's current one from now on.
+    """Times on a stream of its own, which is CuPy's current one inside `with`: there the timed arrays must be made.
+
+    (After use() the end of any inner `with` would leave the null stream as the current one, for which this one does
+    not wait.)
 
     Args:
         cupy: the module.
@@ -63,23 +66,31 @@ class GraphTimer:
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
         self._stream = cupy.cuda.Stream(non_blocking=True)
-        self._stream.use()
         probes = cupy.RawModule(code=PROBE)
         self._read, self._copy = probes.get_function("read_all"), probes.get_function("copy_all")
         self._blocks = 16 * int(cupy.cuda.Device().attributes["MultiProcessorCount"])
         self._old = cupy.zeros(COLD_BYTES, cupy.uint8)  # is read in place of what a cache holds
         self._out = cupy.zeros(1, cupy.uint32)
+        cupy.cuda.get_current_stream().synchronize()
+
+    def __enter__(self) -> GraphTimer:
+        self._stream.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stream.__exit__(*error)
 
     def microseconds(self, calls: Calls) -> float:
+        if self._cupy.cuda.get_current_stream().ptr != self._stream.ptr:  # what runs elsewhere is not captured
+            raise RuntimeError("CuPy's current stream is not the timer's: time inside `with timer`")
         answers = []  # kept, so that each has memory of its own
-        with self._stream:  # whatever stream others have made the current one: what runs elsewhere is not captured
-            self._stream.begin_capture()
-            try:
-                answers += [call() for call in calls]
-            finally:
-                graph = self._stream.end_capture()
-            graph.launch(self._stream)
-            times = [self._time(lambda: graph.launch(self._stream)) for _ in range(ROUNDS)]
+        self._stream.begin_capture()
+        try:
+            answers += [call() for call in calls]
+        finally:
+            graph = self._stream.end_capture()
+        graph.launch(self._stream)
+        times = [self._time(lambda: graph.launch(self._stream)) for _ in range(ROUNDS)]
         return statistics.median(times)
 
     @property

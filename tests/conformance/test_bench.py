@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -290,7 +291,7 @@ def silent_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = SimpleNamespace(import_module=lambda name: SimpleNamespace(Gpu=Gpu))
     monkeypatch.setattr(command, "find_cupy", lambda: cupy)
     monkeypatch.setattr(command, "about_gpu", lambda cupy, compiler: about)
-    monkeypatch.setattr(command, "GraphTimer", lambda cupy: Clock())
+    monkeypatch.setattr(command, "GraphTimer", lambda cupy: nullcontext(Clock()))
     monkeypatch.setattr(command, "importlib", modules)
     monkeypatch.setattr(command, "all_rows", lambda: [row_named("rmsnorm", "tokens=1"), SMALL[2]])
 

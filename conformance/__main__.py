@@ -125,7 +125,7 @@ def _machine(args: argparse.Namespace, chosen: Sequence[Case]) -> Machine:
     if args.target == "host":
         return host_machine(chosen, args.swap, schedule=args.schedule, seed=args.seed, sanitizer=args.sanitizer)
     if args.target == "gpu":
-        return gpu_machine(chosen, args.arch, args.swap)
+        return gpu_machine(chosen, args.arch, args.swap, pooled=not args.quick)
     return Machine(target_ops(args.target), NumpyMemory())
 
 
@@ -197,7 +197,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         default="",
         help="of --target host: watch every launch (slow: give --op or --case too)",
     )
-    parser.add_argument("--quick", action="store_true", help="a few cases of every op, each run once: for a sanitizer")
+    parser.add_argument("--quick", action="store_true", help="a few cases of every op, each run once, on a GPU in memory of its own: for a sanitizer")
     parser.add_argument(
         "--arch", metavar="sm_80", help="of --target gpu: the kernels of this older kind of GPU, as it would run them"
     )

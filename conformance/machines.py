@@ -85,17 +85,22 @@ def host_machine(cases: Sequence[Case], swap: Swap | None = None, **options: Any
     return Machine(_ops(device, HOST_ROW_THREADS), memory, {}, kernels)
 
 
-def gpu_machine(cases: Sequence[Case], arch: str | None = None, swap: Swap | None = None) -> Machine:
+def gpu_machine(
+    cases: Sequence[Case], arch: str | None = None, swap: Swap | None = None, pooled: bool = True
+) -> Machine:
     """The kernels on the GPU that CuPy calls the current one.
 
     Args:
         arch: of an older GPU whose kernels are to be run; see engine.kernels.gpu.Gpu.
         swap: as of host_machine.
+        pooled: False: every array is an allocation of the driver's, so that compute-sanitizer sees where it ends.
     Raises:
         MachineMissing: no CuPy, or no GPU that it can use.
         KernelError: a kernel does not compile, or the GPU is older than arch.
     """
     cupy = find_cupy()
+    if not pooled:
+        cupy.cuda.set_allocator(None)
     compiler = importlib.import_module("engine.kernels.compile")
     gpu = importlib.import_module("engine.kernels.gpu").Gpu(cache_dir() / "kernels", arch)
     kernels = kernels_of(cases, gpu, swap)

@@ -46,8 +46,9 @@ class HostDevice:
         sanitizer: str = "",
         folder: Path = CUDA,
         num_sms: int = FEW_SMS,
+        has_fp8: bool = True,
     ) -> None:
-        self.num_sms, self.max_shared_bytes = num_sms, MAX_SHARED_BYTES
+        self.num_sms, self.max_shared_bytes, self.has_fp8 = num_sms, MAX_SHARED_BYTES, has_fp8
         self.counters = np.zeros(NUM_COUNTERS, np.uint32)
         self._orders = ((schedule, seed),) if schedule else ORDERS
         self._order = self._orders[0]

@@ -162,7 +162,7 @@ def _driver_version() -> str:
 
 def kernels_of(cases: Sequence[Case], like: Device, swap: Swap | None = None) -> tuple[Instance, ...]:
     """All kernels that the cases launch on a device of this kind, found by a dry run."""
-    notes = Notes(like.num_sms, like.max_shared_bytes, like.has_wgmma)
+    notes = Notes(like.num_sms, like.max_shared_bytes, like.has_wgmma, like.has_fp8)
     for case in cases:
         dry_run(case, notes)
     return tuple(dict.fromkeys(notes.instances if swap is None else map(swap, notes.instances)))

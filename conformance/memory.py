@@ -73,7 +73,7 @@ class BorderedDevice:
         self._device = device
         self.num_sms = device.num_sms
         self.max_shared_bytes = device.max_shared_bytes
-        self.has_wgmma = device.has_wgmma
+        self.has_wgmma, self.has_fp8 = device.has_wgmma, device.has_fp8
         self.counters = device.counters
         self._fresh: list[tuple[Array, int]] = []  # with its borders, and bytes between them
 

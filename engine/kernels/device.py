@@ -47,6 +47,7 @@ class Device(Protocol):
     num_sms: int
     max_shared_bytes: int  # a block
     has_wgmma: bool  # runs the kernels whose stem ends with _sm90
+    has_fp8: bool  # has tensor cores for it: sm_89 and later
     counters: Array  # [NUM_COUNTERS] uint32, zeros: a kernel may count in them and leaves zeros; of one stream
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:

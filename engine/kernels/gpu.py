@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 _INTEGERS = (np.int32, np.int64, np.uint32, np.uint64, np.bool_)
 _AS_INTEGERS = {np.float32: np.uint32, np.float64: np.uint64}
 
+FP8_ARCH = 89  # the first whose tensor cores take it
 DEFAULT_SHARED_BYTES = 48 << 10  # a kernel gets more only when it has asked
 
 
@@ -166,6 +167,7 @@ class Gpu:
             self._target = _virtual(self.arch, own)
             self.max_shared_bytes = min(self.max_shared_bytes, ARCHES[self.arch].block_shared_bytes)
         self.has_wgmma = self._target == "sm_90"
+        self.has_fp8 = int(self.arch.removeprefix("sm_")) >= FP8_ARCH
         self.counters = cupy.zeros(NUM_COUNTERS, np.uint32)
         self._cache = cache
         self._kernels: dict[Instance, Kernel] = {}

@@ -17,6 +17,8 @@ from engine.kernels.check import ceil_div, is_aligned, require, require_aligned,
 from engine.kernels.device import Device, Instance
 from engine.kernels.linear_gated import launch_gated, suits
 from engine.kernels.linear_w4 import linear_w4, linear_w4_gate_up_act
+from engine.kernels.linear_w8 import FORMATS as W8_FORMATS
+from engine.kernels.linear_w8 import linear_w8, linear_w8_gate_up_act
 from engine.weights import LinearWeight
 
 Array = Any
@@ -149,6 +151,8 @@ def logits(x: Array, weight: LinearWeight, *, device: Device) -> Array:
 
 
 def _linear(kernel: str, x: Array, weight: LinearWeight, dtype: Any, device: Device) -> Array:
+    if weight.format in W8_FORMATS:
+        return linear_w8(x, weight, device=device, dtype=dtype)
     if weight.format != "dense":
         return linear_w4(x, weight, device=device, dtype=dtype)
     stored = weight.tensors["weight"]
@@ -172,6 +176,8 @@ def linear_gate_up_act(x: Array, weight: LinearWeight, activation: str = "silu",
     x [num_tokens, in_features], weight [2 · size, in_features] with the rows of gates first → [num_tokens, size].
     """
     kernel = "linear_gate_up_act"
+    if weight.format in W8_FORMATS:
+        return linear_w8_gate_up_act(x, weight, activation, device=device)
     if weight.format != "dense":
         return linear_w4_gate_up_act(x, weight, activation, device=device)
     stored = weight.tensors["weight"]

@@ -31,9 +31,14 @@ class Notes:
     """See engine.kernels.device.Device; arrays are NumPy's, and what kernels would write is zeros."""
 
     def __init__(
-        self, num_sms: int = FEW_SMS, max_shared_bytes: int = LEAST_SHARED_BYTES, has_wgmma: bool = False
+        self,
+        num_sms: int = FEW_SMS,
+        max_shared_bytes: int = LEAST_SHARED_BYTES,
+        has_wgmma: bool = False,
+        has_fp8: bool = True,
     ) -> None:
-        self.num_sms, self.max_shared_bytes, self.has_wgmma = num_sms, max_shared_bytes, has_wgmma
+        self.num_sms, self.max_shared_bytes = num_sms, max_shared_bytes
+        self.has_wgmma, self.has_fp8 = has_wgmma, has_fp8
         self.counters = np.zeros(NUM_COUNTERS, np.uint32)
         self.launches: dict[Launch, None] = {}  # in the order of their first launch
 

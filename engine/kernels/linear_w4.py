@@ -1,7 +1,6 @@
 """Linear layers whose weights are of 4 bits in groups. Defined by grouped_linear of ref/quant/groups.py.
 
-cuda/linear_w4.cu streams the weights for few tokens, linear_w4_sm90.cu has them in wgmma for many on Hopper; elsewhere
-many tokens make cuda/linear_w4_dequantize.cu write the weight out once, and the vendor's library multiplies.
+cuda/linear_w4.cu streams the weights for few tokens; engine/kernels/linear_w4_many.py has more of them.
 """
 
 from __future__ import annotations
@@ -12,20 +11,16 @@ from typing import Any
 import numpy as np
 
 from engine.errors import KernelError
-from engine.kernels.activation import FUNCTIONS, gate_up_act
+from engine.kernels.activation import FUNCTIONS
 from engine.kernels.check import ceil_div, require, require_contiguous, stride, type_name
-from engine.kernels.device import Boxes, Device, Instance
+from engine.kernels.device import Device, Instance
+from engine.kernels.linear_w4_many import linear_w4_many, linear_w4_many_gate_up_act, step_groups
 from engine.packed4 import COLUMNS, PACKED, PACKED_GATED, ROWS, is_group_size
 from engine.weights import LinearWeight
 
 Array = Any
 
 STEP = 128  # columns of a step of linear_w4
-LARGE_STEP = 64  # of linear_w4_sm90
-LARGE_TOKENS = 128  # of a block's half of a tile of linear_w4_sm90
-LARGE_STAGES = 5
-LARGE_SHARED_BYTES = LARGE_STAGES * 32768 + 65536 + 2048
-WHOLE = 30  # by so many bits a group index is shifted where there is one group
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +53,9 @@ def linear_w4(x: Array, weight: LinearWeight, *, device: Device, dtype: Any = No
     kernel = "linear_w4"
     _check(kernel, x, weight, PACKED)
     y = device.empty((x.shape[0], weight.out_features), x.dtype if dtype is None else dtype)
-    if y.size:
+    if x.shape[0] > FEW_TOKENS:
+        linear_w4_many(kernel, x, weight, y, device)
+    elif y.size:
         _run(kernel, x, weight, "kNone", y, device)
     return y
 
@@ -72,46 +69,15 @@ def linear_w4_gate_up_act(x: Array, weight: LinearWeight, activation: str, *, de
     _check(kernel, x, weight, PACKED_GATED)
     if activation not in FUNCTIONS:
         raise KernelError(f"{kernel}: the activation {activation!r} has no kernel; there are {', '.join(FUNCTIONS)}")
+    if x.shape[0] > FEW_TOKENS:
+        return linear_w4_many_gate_up_act(kernel, x, weight, activation, device=device)
     y = device.empty((x.shape[0], weight.out_features // 2), x.dtype)
-    if not y.size:
-        return y
-    if x.shape[0] <= FEW_TOKENS or _is_large(y, device):
+    if y.size:
         _run(kernel, x, weight, FUNCTIONS[activation], y, device)
-        return y
-    z = device.empty((x.shape[0], weight.out_features), x.dtype)
-    device.matmul(x, linear_w4_dequantize(weight, x.dtype, device=device), z)
-    if weight.bias is not None:
-        z += weight.bias
-    return gate_up_act(z, activation, device=device)
-
-
-def linear_w4_dequantize(weight: LinearWeight, dtype: Any, *, device: Device) -> Array:
-    """The weight [out_features, in_features] in dtype; of a gated one all gates first."""
-    y = device.empty((weight.out_features, weight.in_features), dtype)
-    tensors = weight.tensors
-    gated = weight.format == PACKED_GATED
-    kind = type_name("linear_w4_dequantize", "dtype", y)
-    entry = f"linear_w4_dequantize<{kind}, {_bool(gated)}, {_bool('zeros' in tensors)}>"
-    group_size = ceil_div(weight.in_features, tensors["scales"].shape[0])
-    device.launch(
-        Instance("linear_w4_dequantize", entry),
-        (tensors["weight"].shape[1], tensors["weight"].shape[0] // 4),
-        (128,),
-        [tensors["weight"], tensors["scales"], tensors.get("zeros"), y, *map(np.int32, (*y.shape, group_size))],
-    )
     return y
 
 
 def _run(kernel: str, x: Array, weight: LinearWeight, activation: str, y: Array, device: Device) -> None:
-    """y of the kernels of ours that have the activation in them."""
-    if x.shape[0] > FEW_TOKENS and _is_large(y, device):
-        _launch_large(kernel, x, weight, activation, y, device)
-        return
-    if x.shape[0] > FEW_TOKENS and activation == "kNone":
-        device.matmul(x, linear_w4_dequantize(weight, x.dtype, device=device), y)
-        if weight.bias is not None:
-            y += weight.bias
-        return
     most = CHOICES[-1][0]
     for first in range(0, x.shape[0], most):
         rows = slice(first, min(first + most, x.shape[0]))
@@ -122,7 +88,7 @@ def _launch_few(kernel: str, x: Array, weight: LinearWeight, activation: str, y:
     tensors, num_tokens = weight.tensors, x.shape[0]
     choices = next(sizes for most, *sizes in CHOICES if num_tokens <= most)
     few = next((sizes for sizes in choices if _fits(sizes, num_tokens, device)), choices[-1])
-    groups, shift = _groups(weight, STEP)
+    groups, shift = step_groups(weight, STEP)
     types = f"{type_name(kernel, 'x', x)}, {type_name(kernel, 'y', y)}, {activation}, {_bool('zeros' in tensors)}"
     entry = f"linear_w4<{types}, {groups}, {few.row_tiles}, {few.token_tiles}, {few.warps}, {few.stages}>"
     row_tiles, steps = tensors["weight"].shape[0], tensors["weight"].shape[1] // 2
@@ -141,41 +107,10 @@ def _launch_few(kernel: str, x: Array, weight: LinearWeight, activation: str, y:
     )
 
 
-def _launch_large(kernel: str, x: Array, weight: LinearWeight, activation: str, y: Array, device: Device) -> None:
-    tensors = weight.tensors
-    groups, shift = _groups(weight, LARGE_STEP)
-    zeros = _bool("zeros" in tensors)
-    entry = f"linear_w4_sm90<{type_name(kernel, 'x', x)}, {activation}, {zeros}, {groups}, {LARGE_STAGES}>"
-    device.launch(
-        Instance("linear_w4_sm90", entry),
-        (device.num_sms // 2 * 2,),
-        (384,),
-        [
-            *(Boxes(x, (LARGE_TOKENS, LARGE_STEP)), tensors["weight"], tensors["scales"], tensors.get("zeros")),
-            *(weight.bias, y, *map(np.int32, (x.shape[0], weight.out_features, weight.in_features, shift))),
-        ],
-        shared_bytes=LARGE_SHARED_BYTES,
-    )
-
-
-def _is_large(y: Array, device: Device) -> bool:
-    """Whether linear_w4_sm90 can write y."""
-    return bool(device.has_wgmma) and y.shape[1] % 8 == 0 and y.dtype != np.float32
-
-
 def _fits(few: Few, num_tokens: int, device: Device) -> bool:
     """An SM has 1 KiB more than a block, and each block takes 1 KiB of it."""
     room = (device.max_shared_bytes + 1024) // few.blocks_per_sm - 1024
     return few.shared_bytes(num_tokens) <= room
-
-
-def _groups(weight: LinearWeight, step: int) -> tuple[int, int]:
-    """Groups of a step of so many columns, and by how many bits their index is shifted: see the kernels."""
-    group_size = ceil_div(weight.in_features, weight.tensors["scales"].shape[0])
-    if weight.tensors["scales"].shape[0] == 1:
-        return 1, WHOLE
-    groups = max(1, step // group_size)
-    return groups, (group_size * groups // step).bit_length() - 1
 
 
 def _check(kernel: str, x: Array, weight: LinearWeight, format: str) -> None:

@@ -86,13 +86,13 @@ def _interleaved(tensor: StoredTensor, n_heads: Any) -> StoredTensor:
     return replace(tensor, n_interleaved_heads=n_heads)
 
 
-def model_config_from_gguf(file: GgufFile) -> ModelConfig:
-    """The metadata said in the words of config.json, and checked by the same code.
+def hf_config(file: GgufFile) -> dict[str, Any]:
+    """The metadata said in the words of config.json.
 
     vocab_size is that of the embedding, and the head is tied where the file has no output.weight.
 
     Raises:
-        ConfigError: another architecture, a missing key, or whatever model_config_from_hf refuses.
+        ConfigError: another architecture, or a missing key.
         CheckpointError: the file has no usable embedding or rope factors.
     """
     metadata, where = file.metadata, str(file.path)
@@ -101,12 +101,12 @@ def model_config_from_gguf(file: GgufFile) -> ModelConfig:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{where}: has no tensor token_embd.weight with two dimensions")
-    values = {key.removeprefix("llama."): value for key, value in metadata.items() if key.startswith("llama.")}
+    values = _values(file)
     if missing := [f"llama.{key}" for key in REQUIRED if key not in values]:
         raise ConfigError(f"{where}: the metadata lacks {', '.join(missing)}")
     _check_supported(values, where)
     config: dict[str, Any] = {name: values[key] for key, name in REQUIRED.items()}
-    config |= {
+    return config | {
         "architectures": ["LlamaForCausalLM"],
         "num_key_value_heads": values.get("attention.head_count_kv"),
         "head_dim": values.get("attention.key_length"),
@@ -121,7 +121,16 @@ def model_config_from_gguf(file: GgufFile) -> ModelConfig:
         ],
         "rope_parameters": _rope_parameters(file, values),
     }
-    result = model_config_from_hf(config, None, f"{where} (its metadata by the names of config.json)")
+
+
+def model_config_from_gguf(file: GgufFile) -> ModelConfig:
+    """hf_config, checked by the code that reads config.json.
+
+    Raises:
+        ConfigError, CheckpointError: as hf_config; or whatever model_config_from_hf refuses.
+    """
+    where, values = str(file.path), _values(file)
+    result = model_config_from_hf(hf_config(file), None, f"{where} (its metadata by the names of config.json)")
     if values.get("rope.dimension_count", result.head_dim) != result.head_dim:
         raise ConfigError(
             f"{where}: llama.rope.dimension_count is {values['rope.dimension_count']}, head_dim {result.head_dim}; "
@@ -132,6 +141,11 @@ def model_config_from_gguf(file: GgufFile) -> ModelConfig:
             f"{where}: {ROPE_FACTORS} is {list(file.tensors[ROPE_FACTORS].shape)}, wanted [{result.head_dim // 2}]"
         )
     return result
+
+
+def _values(file: GgufFile) -> dict[str, Any]:
+    """The metadata under "llama."."""
+    return {key.removeprefix("llama."): value for key, value in file.metadata.items() if key.startswith("llama.")}
 
 
 def _check_supported(values: dict[str, Any], where: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ref.numerics import round_to
 from ref.quant.groups import GroupedInt, group_index, grouped_quantize
 
 Array = NDArray[Any]
@@ -39,6 +40,7 @@ def gptq_quantize(
     act_order: bool = False,
     damp: float = 0.01,
     block: int = 128,
+    storage: str | None = None,
 ) -> GroupedInt:
     """A weight in grouped integers whose output error on the calibration tokens is small.
 
@@ -49,6 +51,7 @@ def gptq_quantize(
         act_order: inputs in the order of falling diagonal of hessian.
         damp: this share of the mean diagonal is added to the diagonal, so that the inverse exists.
         block: inputs that are finished before their error reaches those beyond.
+        storage: the type of scales in a checkpoint; they are rounded to it before a weight is.
     Raises:
         ValueError: group_size does not divide in; bits are not 4 or 8; hessian has another shape.
 
@@ -76,7 +79,8 @@ def gptq_quantize(
                 ahead = w[:, i : i + size].copy()
                 ahead[:, max(end - i, 0) :] -= errors @ upper[begin:end, end : i + size]
                 found = grouped_quantize(ahead, bits, -1, symmetric=symmetric)
-                scales[:, groups[i], None], zeros[:, groups[i], None] = found.scales, found.zeros
+                scales[:, groups[i], None] = round_to(found.scales, storage)
+                zeros[:, groups[i], None] = found.zeros
             scale, zero = scales[:, groups[i]], zeros[:, groups[i]].astype(np.float64)
             steps = np.rint(w[:, i] / np.where(scale > 0, scale, 1)) * (scale > 0) + zero
             q[:, i] = np.clip(steps, 0, 2**bits - 1)

@@ -19,7 +19,7 @@ from engine.checkpoint.loader import load_model_config, load_weights
 from engine.checkpoint.prepare import prepare_weights
 from engine.checkpoint.quantized import keep_packed
 from engine.checkpoint.source import resolve
-from engine.checkpoint.stored_tensor import StoredTensor, read_into
+from engine.checkpoint.stored_tensor import StoredTensor, map_bytes, read_into
 from engine.comm.communicator import OneRank
 from engine.forward import EagerForward
 from engine.kv_cache import KVCache, make_kv_cache
@@ -47,14 +47,17 @@ class LikeStore:
         self.dtype, self.itemsize = like.dtype, like.dtype.itemsize
         self._namespace = namespace_of(like)
 
-    def empty(self, shape: tuple[int, ...]) -> Array:
-        return self._namespace.empty(shape, self.dtype)
+    def empty(self, shape: tuple[int, ...], dtype: Any = None) -> Array:
+        return self._namespace.empty(shape, self.dtype if dtype is None else dtype)
 
     def full(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Of NaN, for a cache."""
         return self._namespace.asarray(np.full(shape, np.nan, np.float32)).astype(dtype)
 
     def read(self, tensor: StoredTensor, target: Array) -> None:
+        if target.dtype != self.dtype:
+            target[...] = self._namespace.asarray(map_bytes(tensor).view(target.dtype).reshape(target.shape))
+            return
         stored = np.empty(target.shape, np.float32)
         read_into(tensor, stored)
         target[...] = self._namespace.asarray(stored).astype(self.dtype)

@@ -26,6 +26,15 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
+class Coded:
+    """That a weight is kept in 8 bits a number (engine.coded8), and multiplied by activations of 8 bits."""
+
+    kind: Literal["int8", "fp8"]
+    scale: Literal["tensor", "channel", "block"]  # one, one a row, one for 128 rows and columns
+    static: bool  # activations have a scale from the checkpoint, else one of their own for each token (and 128 of it)
+
+
+@dataclass(frozen=True, slots=True)
 class LinearSpec:
     """One linear layer of the engine, made of one or more modules of the checkpoint stacked along `out`.
 
@@ -44,6 +53,7 @@ class LinearSpec:
     latent: tuple[int, int] | None = None  # of kv_b_proj in latent attention: n_heads and qk_nope_head_dim
     gated: bool = False
     packed: Packed | None = None
+    coded: Coded | None = None
 
     @property
     def out_features(self) -> int:
@@ -89,6 +99,7 @@ class LinearWeight:
 
     format "dense": tensors["weight"] [out_features, in_features], floating point; of experts one axis more in front.
     format "packed4" and "packed4_gated": 4 bits a number, see engine.packed4.
+    format "int8" and "fp8": 8 bits a number, see engine.coded8.
     The op table's prepare, and mla_split_kv_b for a spec with `latent`, put others in its place.
     """
 

@@ -17,7 +17,7 @@ PACKAGES = ("ref", "engine", "server", "conformance")
 # a module of it has a line of its own.
 LAYERS = (
     ("engine", "engine.errors", "engine.system", "engine.log"),
-    ("engine.sampling_params", "engine.memory_plan", "engine.packed4"),
+    ("engine.sampling_params", "engine.memory_plan", "engine.packed4", "engine.coded_kv", "engine.coded8"),
     ("engine.api", "engine.config", "engine.weights", "engine.env", "engine.stats", "engine.messages"),
     ("engine.sequence", "engine.blocks", "engine.batch", "engine.scheduler", "engine.faults", "engine.prefix_lm"),
     ("engine.logit_edits",),
@@ -163,7 +163,9 @@ RULES = {
         and name != "engine.ops"
         and not within(name, "engine.cpu")
         # what quantized checkpoints mean is said once, and their numbers are made at load, off the token path
-        and not (within(target, "ref.quant") or (target == "ref.checkpoint" and name == "engine.checkpoint.quantized"))
+        and not (
+            within(target, "ref.quant") or (target == "ref.checkpoint" and name == "engine.checkpoint.quantized_folder")
+        )
     ),
     "engine follows the layers": lambda name, target: (
         within(name, "engine") and within(target, "engine") and layer(name) < layer(target)

@@ -72,7 +72,27 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 QUANTS: dict[str, dict[str, Any]] = {  # quantization_config
     "gptq-int4": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False},
+    "gptq-int4-actorder": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": True},
     "awq-int4": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+    "int8": {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+                "input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
+            }
+        },
+        "ignore": ["lm_head"],
+    },
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]},
+    "fp8-block": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head"],
+    },
 }
 # (limit, first goal, peer) of each figure on one H200; prefill and decode in ms, throughput in tokens/s, start in s
 H200: dict[str, dict[str, tuple[float | None, float, float | None]]] = {
@@ -89,6 +109,9 @@ H200: dict[str, dict[str, tuple[float | None, float, float | None]]] = {
         "decode 128": (7.4, 9.8, 10.81),
         "throughput": (12280.0, 10200.0, 9727.0),
     },
+    "llama-3.1-8b int8": {"decode 1": (1.9, 2.6, None)},
+    "llama-3.1-8b fp8": {"decode 1": (1.9, 2.6, None)},
+    "llama-3.1-8b fp8-block": {"decode 1": (1.9, 2.6, None)},
     "qwen2-72b gptq-int4": {
         "prefill 512": (99.0, 103.0, 107.0),
         "prefill 2048": (403.0, 405.0, 423.0),

@@ -12,32 +12,31 @@ import logging
 import math
 import re
 import time
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
 from tqdm import tqdm
 
 from engine.checkpoint.folder import folder_tensors, read_json
 from engine.checkpoint.gguf_file import read_gguf
 from engine.checkpoint.gguf_llama import hf_tensors, model_config_from_gguf
-from engine.checkpoint.quantized import QuantizedFolder, quantization_of
+from engine.checkpoint.quantized import quantization_of
+from engine.checkpoint.quantized_folder import QuantizedFolder
+from engine.checkpoint.random_weights import fill_randomly
 from engine.checkpoint.source import ModelSource
 from engine.checkpoint.store import HostStore, Store
 from engine.checkpoint.stored_tensor import DECODERS, StoredTensor
+from engine.coded8 import DTYPES, FP8, FP8_NAN
 from engine.config import ModelConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.model_config.read import model_config_from_hf
-from engine.packed4 import PACKED, PACKED_GATED, SYMMETRIC_ZERO, blank4
+from engine.packed4 import PACKED, PACKED_GATED
 from engine.weights import EMBEDDING, HEAD, LinearSpec, LinearWeight, WeightMap, Weights
 
 Array = Any
 
 MAX_LISTED = 50  # names of one kind in a message
-DUMMY_STD = 0.02
-UNIFORM_STD = 4.6  # of the integers 0 to 15
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +89,7 @@ def load_weights(
     store = HostStore() if store is None else store
     if load_format == "dummy":
         weights, copies = _allocate(weight_map, store)
-        _fill_randomly(weights, seed, store)
-        weights = _with_random_integers(weights, weight_map, seed, store)
+        weights = fill_randomly(weights, weight_map, seed, store)
         logger.info("made %d MB of random weights from seed %d", weights.num_bytes // 10**6, seed)
         return weights
     started = time.perf_counter()
@@ -106,7 +104,7 @@ def load_weights(
     modules = set() if quantized is None else set(quantized.modules(weight_map))
     num_ignored = _check(source, tensors, weight_map, quantized, modules)
     weights, copies = _allocate(weight_map, store)
-    copies = [copy for copy in copies if copy.name.removesuffix(".weight") not in modules]
+    copies = [copy for copy in copies if copy.as_it_is or copy.name.removesuffix(".weight") not in modules]
     copies.sort(key=lambda copy: (tensors[copy.name].file, tensors[copy.name].offset))
     num_bytes = sum(tensors[copy.name].num_bytes for copy in copies)
     hidden = None if progress else True  # None: hidden unless standard error is a terminal
@@ -130,6 +128,7 @@ class _Copy:
 
     name: str
     target: Array
+    as_it_is: bool = False  # codes
 
 
 def _wanted(weight_map: WeightMap) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -215,13 +214,15 @@ def _allocate_all(weight_map: WeightMap, store: Store) -> tuple[Weights, list[_C
     linears: dict[str, LinearWeight] = {}
     for linear in weight_map.linears:
         stack = (linear.n_experts,) if linear.n_experts else ()
-        packed = linear.packed is not None  # it takes its place when it has been read
-        weight = store.empty((*stack, *((0, 0) if packed else (linear.out_features, linear.in_features))))
+        packed, coded = linear.packed is not None, linear.coded  # a packed one takes its place when it has been read
+        shape = (*stack, *((0, 0) if packed else (linear.out_features, linear.in_features)))
+        weight = store.empty(shape) if coded is None else store.empty(shape, DTYPES[coded.kind])
         bias = store.empty((*stack, linear.out_features)) if linear.bias else None
         for module, expert, rows in linear.modules():
             place = (rows,) if expert is None else (expert, rows)
             if not packed:
-                copies.append(_Copy(f"{module}.weight", weight[place].T if linear.transposed else weight[place]))
+                target = weight[place].T if linear.transposed and coded is None else weight[place]
+                copies.append(_Copy(f"{module}.weight", target, coded is not None))
             if bias is not None:
                 copies.append(_Copy(f"{module}.bias", bias[place]))
         linears[linear.dest] = _dense(weight, bias)
@@ -238,8 +239,12 @@ def _fill_quantized(
     store: Store,
     progress: bool,
 ) -> Weights:
-    """The quantized modules, layer by layer: decoded into their places, or packed."""
-    linears = dict(weights.linears)
+    """The quantized modules, layer by layer: decoded into their places, or packed, or scales beside codes.
+
+    Raises:
+        CheckpointError: names the module that is damaged.
+    """
+    linears, lost = dict(weights.linears), {}
     hidden = None if progress else True
     for spec in tqdm(weight_map.linears, desc="unpacking", disable=hidden):
         weight = linears[spec.dest]
@@ -247,12 +252,21 @@ def _fill_quantized(
             tensors = {name: store.put(array) for name, array in quantized.packed(spec).items()}
             linears[spec.dest] = _packed(spec, tensors, weight.bias)
             continue
+        if spec.coded is not None:
+            codes = weight.tensors["weight"]
+            if spec.coded.kind == FP8:
+                lost[spec] = ((codes & FP8_NAN) == FP8_NAN).any()  # known when the GPU is so far
+            scales = {name: store.put(array) for name, array in quantized.coded(spec).items()}
+            linears[spec.dest] = replace(weight, format=spec.coded.kind, tensors={"weight": codes} | scales)
+            continue
         for module, expert, rows in spec.modules():
             if module in modules:
                 target = weight.tensors["weight"][(rows,) if expert is None else (expert, rows)]
                 store.write(
                     quantized.dense(module, (rows.stop - rows.start, spec.in_features), spec.transposed), target
                 )
+    if damaged := [module for spec, is_lost in lost.items() if is_lost for module, _ in spec.parts]:
+        raise CheckpointError(f"{', '.join(damaged)}: codes that are no numbers; fetch the files again")
     return replace(weights, linears=linears)
 
 
@@ -261,45 +275,5 @@ def _dense(weight: Array, bias: Array | None) -> LinearWeight:
     return LinearWeight("dense", out_features, in_features, {"weight": weight}, bias)
 
 
-def _fill_randomly(weights: Weights, seed: int, store: Store) -> None:
-    """Normal weights of standard deviation DUMMY_STD, norms of 1, biases of 0; each by its own dest name and seed."""
-    for dest, array in weights.arrays.items():
-        _fill(array, dest, seed, store)
-    for dest, linear in weights.linears.items():
-        if linear.bias is not None:
-            linear.bias[...] = 0
-        if linear.tensors["weight"] is not weights.arrays.get(EMBEDDING):
-            _fill(linear.tensors["weight"], dest, seed, store)
-
-
-def _with_random_integers(weights: Weights, weight_map: WeightMap, seed: int, store: Store) -> Weights:
-    """The layers that stay 4-bit integers: all numbers alike often, with a scale that gives them DUMMY_STD.
-
-    Their mean is no zero, 0 to 15 less 8; signs that alternate from group to group, and from row to row, keep it from
-    growing through the layers.
-    """
-    linears = dict(weights.linears)
-    for spec in weight_map.linears:
-        if spec.packed is None:
-            continue
-        blank = blank4(spec.out_features, spec.in_features, spec.packed.group_size, spec.packed.zeros)
-        groups, _, rows, _, _ = np.indices((*blank["scales"].shape[:3], 1, 1), sparse=True)
-        signs = 1 - 2 * ((groups + rows) % 2)
-        blank["scales"] = np.full(blank["scales"].shape, DUMMY_STD / UNIFORM_STD * signs, np.float16)
-        if "zeros" in blank:
-            blank["zeros"] = np.full(blank["zeros"].shape, SYMMETRIC_ZERO, np.uint8)
-        words = store.random_words(blank.pop("weight").shape, (seed, zlib.crc32(spec.dest.encode())))
-        tensors = {"weight": words} | {name: store.put(array) for name, array in blank.items()}
-        linears[spec.dest] = _packed(spec, tensors, linears[spec.dest].bias)
-    return replace(weights, linears=linears)
-
-
 def _packed(spec: LinearSpec, tensors: dict[str, Array], bias: Array | None) -> LinearWeight:
     return LinearWeight(PACKED_GATED if spec.gated else PACKED, spec.out_features, spec.in_features, tensors, bias)
-
-
-def _fill(array: Array, dest: str, seed: int, store: Store) -> None:
-    if array.ndim == 1 or dest.endswith("norm"):  # Command-R+ has a row of a norm for each head
-        array[...] = 0 if dest.endswith("bias") else 1
-        return
-    store.fill_normally(array, (seed, zlib.crc32(dest.encode())), DUMMY_STD)

@@ -17,6 +17,6 @@ def prepare_weights(weights: Weights, weight_map: WeightMap, ops: OpTable) -> We
         if dest in latent:
             prepared[dest] = ops.mla_split_kv_b(weight, *latent[dest])
         else:
-            # the head keeps its layout: where it is tied it is the embedding too
-            prepared[dest] = weight if dest == HEAD else ops.prepare(weight)
+            # a dense head keeps its layout: where it is tied it is the embedding too
+            prepared[dest] = weight if dest == HEAD and weight.format == "dense" else ops.prepare(weight)
     return Weights(prepared, arrays)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.checkpoint.stored_tensor import StoredTensor, read_into
+from engine.checkpoint.stored_tensor import StoredTensor, map_bytes, read_into
 
 Array = Any
 
@@ -17,12 +17,15 @@ class Store(Protocol):
 
     itemsize: int  # bytes of a number
 
-    def empty(self, shape: tuple[int, ...]) -> Array:
-        """An array whose content is undefined. Raises MemoryError."""
+    def empty(self, shape: tuple[int, ...], dtype: Any = None) -> Array:
+        """An array whose content is undefined, of the store's type or another. Raises MemoryError."""
         ...
 
     def read(self, tensor: StoredTensor, target: Array) -> None:
-        """Fills target, a part of an array of this store or such a part seen transposed, with a tensor of its shape."""
+        """Fills target, a part of an array of this store or such a part seen transposed, with a tensor of its shape.
+
+        What is not of the store's type is of the tensor's, with codes of e4m3 in bytes.
+        """
         ...
 
     def write(self, values: NDArray[np.float32], target: Array) -> None:
@@ -47,10 +50,13 @@ class HostStore:
 
     itemsize = 4
 
-    def empty(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        return np.empty(shape, np.float32)
+    def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> NDArray[Any]:
+        return np.empty(shape, dtype)
 
-    def read(self, tensor: StoredTensor, target: NDArray[np.float32]) -> None:
+    def read(self, tensor: StoredTensor, target: NDArray[Any]) -> None:
+        if target.dtype != np.float32:
+            target[...] = map_bytes(tensor).view(target.dtype).reshape(target.shape)
+            return
         if target.flags.c_contiguous:
             read_into(tensor, target)
             return

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.coded8 import FP8, INT8, decode8
 from engine.cpu.activation import gate_up_act
 from engine.cpu.team import Team
 from engine.packed4 import PACKED_GATED, unpack4
@@ -20,9 +21,15 @@ def prepare_dense(weight: LinearWeight) -> LinearWeight:
 
     OpenBLAS multiplies a few rows by that layout about a fifth faster than by [out, in] (2 cores, 2 to 32 rows).
     """
-    dense = weight.tensors["weight"] if weight.format == "dense" else _decoded4(weight)
-    stored = np.ascontiguousarray(np.asarray(dense, np.float32).swapaxes(-2, -1))
+    stored = np.ascontiguousarray(np.asarray(_decoded(weight), np.float32).swapaxes(-2, -1))
     return replace(weight, format="dense", tensors={"weight_t": stored})
+
+
+def _decoded(weight: LinearWeight) -> Float32:
+    if weight.format == "dense":
+        dense: Float32 = weight.tensors["weight"]
+        return dense
+    return decode8(weight.tensors) if weight.format in (INT8, FP8) else _decoded4(weight)
 
 
 def _decoded4(weight: LinearWeight) -> Float32:

@@ -11,6 +11,7 @@ import numpy as np
 from engine.api import SamplingParams
 from engine.batch import ForwardBatch
 from engine.checkpoint.quantized import keep_packed
+from engine.coded8 import blank8
 from engine.comm.communicator import OneRank
 from engine.config import ModelConfig, StepLimits
 from engine.forward import EagerForward
@@ -23,7 +24,7 @@ from engine.models.registry import ARCHITECTURES
 from engine.packed4 import PACKED, PACKED_GATED, blank4
 from engine.rope_table import RopeTable
 from engine.sampler import Sampler
-from engine.weights import EMBEDDING, HEAD, LinearWeight, WeightMap, Weights
+from engine.weights import EMBEDDING, HEAD, LinearSpec, LinearWeight, WeightMap, Weights
 
 # A linear layer's kernel goes by the number of rows: both sides of what may be a border.
 LINEAR_ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 257)
@@ -97,13 +98,19 @@ def _blank_weights(weight_map: WeightMap, dtype: Any) -> Weights:
     linears = {}
     for spec in weight_map.linears:
         bias = np.zeros(spec.out_features, dtype) if spec.bias else None
-        if spec.packed is None:
-            format, tensors = "dense", {"weight": np.zeros((spec.out_features, spec.in_features), dtype)}
-        else:
-            format = PACKED_GATED if spec.gated else PACKED
-            tensors = blank4(spec.out_features, spec.in_features, spec.packed.group_size, spec.packed.zeros)
+        format, tensors = _blank(spec, dtype)
         linears[spec.dest] = LinearWeight(format, spec.out_features, spec.in_features, tensors, bias)
     if weight_map.tied:
         table = arrays[EMBEDDING]
         linears[HEAD] = LinearWeight("dense", table.shape[0], table.shape[1], {"weight": table})
     return Weights(linears, arrays)
+
+
+def _blank(spec: LinearSpec, dtype: Any) -> tuple[str, dict[str, Any]]:
+    """(format, tensors) of a layer."""
+    shape = spec.out_features, spec.in_features
+    if spec.packed is not None:
+        return PACKED_GATED if spec.gated else PACKED, blank4(*shape, spec.packed.group_size, spec.packed.zeros)
+    if spec.coded is not None:
+        return spec.coded.kind, blank8(spec.coded.kind, spec.coded.scale, spec.coded.static, *shape)
+    return "dense", {"weight": np.zeros(shape, dtype)}

@@ -13,7 +13,8 @@ from engine.checkpoint.stored_tensor import StoredTensor, map_bytes, read_into
 Array = Any
 
 STAGING_BYTES, NUM_STAGING = 64 << 20, 2
-AS_STORED = {"BF16": "bfloat16", "F16": "float16"}  # types of files whose bytes need no conversion
+# types of files whose bytes need no conversion
+AS_STORED = {"BF16": "bfloat16", "F16": "float16", "I8": "int8", "F8_E4M3": "uint8", "I32": "int32"}
 
 
 class GpuStore:
@@ -32,23 +33,20 @@ class GpuStore:
         self._free = [cupy.cuda.Event(disable_timing=True) for _ in range(NUM_STAGING)]
         self._turn = 0
 
-    def empty(self, shape: tuple[int, ...]) -> Array:
-        return self._empty(shape, self._dtype)
-
-    def _empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+    def empty(self, shape: tuple[int, ...], dtype: Any = None) -> Array:
         try:
-            return cupy.empty(shape, dtype)
+            return cupy.empty(shape, self._dtype if dtype is None else dtype)
         except cupy.cuda.memory.OutOfMemoryError as error:
             free, total = cupy.cuda.Device().mem_info
             raise MemoryError(f"{free / 1e6:,.0f} of the GPU's {total / 1e6:,.0f} MB are free") from error
 
     def read(self, tensor: StoredTensor, target: Array) -> None:
         if not target.flags.c_contiguous:
-            whole = self.empty(target.shape)
+            whole = self.empty(target.shape, target.dtype)
             self.read(tensor, whole)
             target[...] = whole
             return
-        if AS_STORED.get(tensor.dtype) == self._dtype.name and not tensor.n_interleaved_heads:
+        if AS_STORED.get(tensor.dtype) == target.dtype.name and not tensor.n_interleaved_heads:
             self._copy(map_bytes(tensor), target)
             return
         decoded = np.empty(target.shape, np.float32)
@@ -60,12 +58,12 @@ class GpuStore:
             self._copy(values.astype(self._dtype).reshape(-1).view(np.uint8), target)
 
     def put(self, array: NDArray[Any]) -> Array:
-        room = self._empty(array.shape, array.dtype)
+        room = self.empty(array.shape, array.dtype)
         self._copy(np.ascontiguousarray(array).reshape(-1).view(np.uint8), room)
         return room
 
     def random_words(self, shape: tuple[int, ...], seed: tuple[int, int]) -> Array:
-        words = self._empty(shape, np.uint32)
+        words = self.empty(shape, np.uint32)
         generator = cupy.random.default_rng(seed[0] << 32 | seed[1])
         flat, step = words.reshape(-1), STAGING_BYTES // 4
         for first in range(0, flat.size, step):

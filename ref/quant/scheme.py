@@ -68,6 +68,8 @@ def unpack_module(tensors: Mapping[str, Array], config: QuantConfig | None, modu
         if scheme.format == "pack-quantized":
             return ct_unpack(held, scheme)
         if "weight_scale_inv" in held:
+            if "weight_scale" in held:
+                raise ValueError("weight_scale and weight_scale_inv are both stored; which of them counts is not known")
             held["weight_scale"] = held["weight_scale_inv"]
         return ct_coded(held, scheme)
     except ValueError as error:

@@ -1,7 +1,8 @@
 """quantization_config of a checkpoint: which method, and what it says of a module.
 
 quant_method "gptq", "awq", "fp8" (DeepSeek's tiles, or one scale a tensor) and "compressed-tensors" are known; any
-other word is refused with the list. Source: the keys that transformers, AutoGPTQ, AutoAWQ and llm-compressor write.
+other word is refused with the list. The head stays in floating point, but where a GPTQ config says lm_head, or where
+compressed-tensors does not ignore it. Source: the keys that transformers, AutoGPTQ, AutoAWQ and llm-compressor write.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ref.quant.gptq import GptqConfig, parse_gptq_config
 
 Scheme = GptqConfig | AwqConfig | CtScheme
 
+HEAD = "lm_head"
 METHODS = ("gptq", "awq", "fp8", "compressed-tensors")
 
 
@@ -41,12 +43,13 @@ def parse_quantization_config(config: Mapping[str, Any]) -> QuantConfig:
     listed = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
     if not isinstance(listed, list | tuple):
         raise ValueError(f"quantization_config: modules_to_not_convert must be a list of modules, found {listed!r}")
+    skipped = (*listed, *(() if name == "gptq" and config.get("lm_head") is True else (HEAD,)))
     if name == "gptq":
-        return QuantConfig(parse_gptq_config(config), tuple(listed))
+        return QuantConfig(parse_gptq_config(config), skipped)
     if name == "awq":
-        return QuantConfig(parse_awq_config(config), tuple(listed))
+        return QuantConfig(parse_awq_config(config), skipped)
     if name == "fp8":
-        return QuantConfig(_parse_fp8_config(config), tuple(listed))
+        return QuantConfig(_parse_fp8_config(config), skipped)
     if name == "compressed-tensors":
         return QuantConfig(parse_ct_config(config))
     raise ValueError(f"quantization_config: quant_method {name!r} is not supported; known are {', '.join(METHODS)}")

@@ -16,7 +16,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from conformance.golden_models import config_v5, llama_config, rand_model
-from engine.checkpoint.loader import DUMMY_STD, load_model_config, load_weights
+from engine.checkpoint.loader import load_model_config, load_weights
+from engine.checkpoint.random_weights import DUMMY_STD
 from engine.checkpoint.source import ModelSource
 from engine.config import RopeConfig
 from engine.errors import CheckpointError, ConfigError

@@ -15,16 +15,25 @@ from conformance.golden_formats import FORMATS, format_model, format_prompt
 from engine.checkpoint.loader import load_model_config, load_weights
 from engine.checkpoint.quantized import keep_packed
 from engine.checkpoint.source import resolve
+from engine.coded8 import blank8, decode8
 from engine.errors import CheckpointError, ConfigError
 from engine.models.registry import ARCHITECTURES
 from engine.ops import cpu_ops
 from engine.packed4 import PACKED, PACKED_GATED
-from engine.weights import Packed, WeightMap, Weights
+from engine.weights import Coded, Packed, WeightMap, Weights
 from ref.config import parse_config
 from ref.model.registry import forward
 from ref.quant.scheme import read_weights
 
 PACKABLE = {"awq": True, "gptq": True, "gptq_v2": True, "ct_int4": True, "ct_int4_symmetric": False}  # with zeros?
+CODED = {  # what a layer of one module and one of several become
+    "ct_int8": (Coded("int8", "channel", False),) * 2,
+    "ct_int8_smooth": (Coded("int8", "channel", False),) * 2,
+    "ct_fp8_tensor": (Coded("fp8", "tensor", False), Coded("fp8", "channel", False)),
+    "ct_fp8_channel": (Coded("fp8", "channel", False),) * 2,
+    "ct_fp8_static": (Coded("fp8", "tensor", True), Coded("fp8", "channel", True)),
+    "fp8_block": (Coded("fp8", "block", False), None),  # 160 rows: the next module begins within a tile
+}
 FLOAT32 = 2.0**-24
 
 
@@ -66,10 +75,33 @@ def test_what_stays_packed(name: str, tmp_path: Path) -> None:
 
 
 def test_what_cannot_stay_packed(tmp_path: Path) -> None:
-    """8 bits, groups in any order, and formats that have no groups are decoded."""
-    for name in sorted(FORMATS.keys() - PACKABLE.keys()):
+    """Groups of 8 bits and groups in any order are decoded."""
+    for name in sorted(FORMATS.keys() - PACKABLE.keys() - CODED.keys()):
         linears = load(format_model(tmp_path / name, "llama", name)).linears
         assert {weight.format for weight in linears.values()} == {"dense"}, name
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_what_stays_codes(name: str, tmp_path: Path) -> None:
+    """The codes of the files, in rows one module after the other; scales of float32 that decode to the same numbers."""
+    folder = format_model(tmp_path, "llama", name)
+    weight_map = keep_packed(weight_map_of(folder))
+    specs, linears = {spec.dest: spec for spec in weight_map.linears}, load(folder).linears
+    decoded, one, several = load(folder, packed=False).linears, *CODED[name]
+    assert specs["lm_head"].coded is None
+    for layer, wanted in (("o_proj", one), ("down_proj", one), ("qkv_proj", several), ("gate_up_proj", several)):
+        dest = f"layers.1.{layer}"
+        weight, shape = linears[dest], (specs[dest].out_features, specs[dest].in_features)
+        assert specs[dest].coded == wanted
+        if wanted is None:
+            assert weight.format == "dense"
+            continue
+        assert weight.format == wanted.kind
+        blank = blank8(wanted.kind, wanted.scale, wanted.static, *shape)
+        assert {key: (value.shape, value.dtype) for key, value in weight.tensors.items()} == {
+            key: (value.shape, value.dtype) for key, value in blank.items()
+        }
+        np.testing.assert_array_equal(decode8(weight.tensors), decoded[dest].tensors["weight"])
 
 
 def test_experts_and_latents_are_decoded(tmp_path: Path) -> None:
@@ -231,6 +263,32 @@ def test_a_code_that_is_no_number(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(data)
     with pytest.raises(CheckpointError, match=r"up_proj decodes to numbers that are not finite"):
         load(folder)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_a_code_that_is_no_number_where_codes_stay(code: int, tmp_path: Path) -> None:
+    folder = format_model(tmp_path, "llama", "ct_fp8_channel")
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    _, end = header["model.layers.1.mlp.down_proj.weight"]["data_offsets"]
+    data[8 + int.from_bytes(data[:8], "little") + end - 1] = code
+    (folder / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.down_proj: codes that are no numbers"):
+        load(folder)
+
+
+def test_modules_whose_activations_have_other_scales_are_decoded(tmp_path: Path) -> None:
+    folder = format_model(tmp_path, "llama", "ct_fp8_static")
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    start, end = header["model.layers.0.self_attn.k_proj.input_scale"]["data_offsets"]
+    first = 8 + int.from_bytes(data[:8], "little")
+    data[first + start : first + end] = np.float32(0.5).tobytes()
+    path.write_bytes(data)
+    linears = load(folder).linears
+    assert linears["layers.0.qkv_proj"].format == "dense"
+    assert linears["layers.1.qkv_proj"].format == "fp8"
 
 
 def test_no_rows(tmp_path: Path) -> None:

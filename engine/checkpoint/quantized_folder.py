@@ -1,0 +1,207 @@
+"""The quantized modules of a folder: which tensors they have, and what these become.
+
+What is decoded is decoded once and exactly as ref defines it, and rounded to the type that the engine computes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.checkpoint.quantized import BITS
+from engine.checkpoint.stored_tensor import StoredTensor, map_bytes
+from engine.errors import CheckpointError
+from engine.packed4 import SYMMETRIC_ZERO, pack4
+from engine.weights import Coded, LinearSpec, Packed, WeightMap
+from ref.checkpoint import QUANTIZED, STORED, widen
+from ref.quant.coded import CodedWeight, dequantize_weight
+from ref.quant.groups import GroupedInt
+from ref.quant.scheme import SCALES, SUFFIXES, module_shape, unpack_module
+from ref.quant.scheme_config import QuantConfig, module_scheme
+
+Array = NDArray[Any]
+
+TYPES = {name: np.dtype(kind) for name, kind in (STORED | QUANTIZED).items()}
+
+
+class _Views(Mapping[str, Array]):
+    """Tensors of a folder as they lie in its files, mapped when they are asked for."""
+
+    def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Array:
+        tensor = self._tensors[name]
+        if tensor.dtype not in TYPES:
+            raise ValueError(f"{tensor.file.name}: tensor {name} is {tensor.dtype}; known are {', '.join(TYPES)}")
+        return map_bytes(tensor).view(TYPES[tensor.dtype]).reshape(tensor.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+class QuantizedFolder:
+    """The quantized modules of a folder."""
+
+    def __init__(self, folder: Path, quantization: QuantConfig, tensors: Mapping[str, StoredTensor]) -> None:
+        self._folder, self._config, self._tensors = folder, quantization, _Views(tensors)
+
+    def modules(self, weight_map: WeightMap) -> Iterator[str]:
+        """Names of the linear modules of a model that the config calls quantized."""
+        for spec in weight_map.linears:
+            for name, _, _ in spec.modules():
+                if self.holds(name):
+                    yield name
+
+    def as_stored(self, weight_map: WeightMap) -> WeightMap:
+        """Without `packed` or `coded` where the files have what only a decoded weight can be: floating point after all,
+        groups of inputs in another order than that of neighbours, scales that float16 does not hold, modules of a layer
+        whose activations have different scales.
+
+        Raises:
+            CheckpointError: as dense, of layers with `coded`.
+        """
+        return replace(weight_map, linears=tuple(map(self._as_stored, weight_map.linears)))
+
+    def _as_stored(self, spec: LinearSpec) -> LinearSpec:
+        if spec.packed is not None and not self._can_stay(spec, spec.packed):
+            return replace(spec, packed=None)
+        return spec if spec.coded is None else replace(spec, coded=self._coded(spec, spec.coded))
+
+    def _coded(self, spec: LinearSpec, coded: Coded) -> Coded | None:
+        parts = self._parts(spec)
+        if not all(isinstance(part, CodedWeight) for part in parts):
+            return None
+        if coded.static and len({float(part.input_scale.item()) for part in parts}) > 1:
+            return None
+        return replace(coded, scale="channel") if coded.scale == "tensor" and parts[0].scale.ndim else coded
+
+    def _can_stay(self, spec: LinearSpec, packed: Packed) -> bool:
+        for name, _, _ in spec.modules():
+            if f"{name}.weight" in self._tensors:
+                return False
+            order = self._tensors.get(f"{name}.g_idx")
+            if order is not None and not np.array_equal(order, np.arange(spec.in_features) // packed.group_size):
+                return False
+            for suffix in SCALES:
+                stored = self._tensors.get(f"{name}.{suffix}")
+                if stored is None or stored.dtype == np.float16:
+                    continue
+                scales = widen(stored)
+                with np.errstate(over="ignore"):
+                    if not np.array_equal(scales.astype(np.float16).astype(scales.dtype), scales):
+                        return False
+        return True
+
+    def holds(self, module: str) -> bool:
+        return module_scheme(self._config, module) is not None
+
+    def tensor_names(self, module: str) -> list[str]:
+        """Those of the checkpoint that the module's weight is made of, and a bias of zeros, which some writers add."""
+        bias = f"{module}.bias"
+        names = [name for suffix in SUFFIXES if (name := f"{module}.{suffix}") in self._tensors]
+        return [*names, bias] if bias in self._tensors and not widen(self._tensors[bias]).any() else names
+
+    def dense(self, module: str, shape: tuple[int, int], transposed: bool = False) -> NDArray[np.float32]:
+        """The weight of a module, decoded, [out_features, in_features].
+
+        transposed: where it is in floating point after all, the file has [in_features, out_features].
+
+        Raises:
+            CheckpointError: names the module, and the tensor that is missing or wrong.
+        """
+        value = self._unpacked(module, shape, transposed)
+        try:
+            with np.errstate(over="ignore", invalid="ignore"):
+                decoded = np.asarray(dequantize_weight(value, np.float32))
+        except (ValueError, MemoryError) as error:
+            raise CheckpointError(f"{self._folder}: module {module}: {error}") from error
+        if not np.isfinite(decoded).all():
+            raise CheckpointError(
+                f"{self._folder}: module {module} decodes to numbers that are not finite; fetch its files again"
+            )
+        return decoded
+
+    def coded(self, spec: LinearSpec) -> dict[str, Array]:
+        """The tensors of a layer that stays codes, but these themselves: see engine.coded8.
+
+        Raises:
+            CheckpointError: as dense; or a scale of 0 for codes that are not 0.
+        """
+        assert spec.coded is not None
+        parts, scales = self._parts(spec), []
+        for (name, _, _), part in zip(spec.modules(), parts, strict=True):
+            scale = np.asarray(part.scale, np.float32)
+            if not scale.all():
+                self._refuse_lost_codes(name, part)
+            if spec.coded.scale == "channel":
+                scale = np.broadcast_to(scale, part.shape[:1])
+            scales.append(scale.reshape(1) if spec.coded.scale == "tensor" else scale)
+        tensors = {"scale": np.concatenate(scales)}
+        if spec.coded.static:
+            tensors["input_scale"] = np.asarray(parts[0].input_scale, np.float32).reshape(1)
+        return tensors
+
+    def _refuse_lost_codes(self, module: str, part: CodedWeight) -> None:
+        """Raises CheckpointError where a scale is 0 and a code is not."""
+        codes = part.codes & 0x7F if part.codes.dtype == np.uint8 else part.codes
+        one = np.asarray(dequantize_weight(replace(part, codes=np.where(codes == 0, 0, 1).astype(codes.dtype))))
+        if np.any((one == 0) & (codes != 0)):
+            raise CheckpointError(
+                f"{self._folder}: module {module} has a scale of 0 for numbers that are not 0; fetch its files again"
+            )
+
+    def _parts(self, spec: LinearSpec) -> list[Any]:
+        """As values of ref.quant, in order."""
+        return [
+            self._unpacked(name, (rows.stop - rows.start, spec.in_features), spec.transposed)
+            for name, _, rows in spec.modules()
+        ]
+
+    def packed(self, spec: LinearSpec) -> dict[str, Array]:
+        """The tensors of a layer that stays 4-bit integers: see engine.packed4.
+
+        Raises:
+            CheckpointError: as dense; or the modules are not what their config says.
+        """
+        assert spec.packed is not None
+        parts = []
+        for name, _, rows in spec.modules():
+            part = self._unpacked(name, (rows.stop - rows.start, spec.in_features))
+            if not isinstance(part, GroupedInt) or part.bits != BITS:
+                raise CheckpointError(f"{self._folder}: module {name} is not stored as {BITS}-bit integers")
+            if not spec.packed.zeros and not (part.zeros == SYMMETRIC_ZERO).all():
+                raise CheckpointError(
+                    f"{self._folder}: the config calls module {name} symmetric, but it has zeros other than "
+                    f"{SYMMETRIC_ZERO}"
+                )
+            parts.append(part)
+        zeros = np.concatenate([part.zeros for part in parts]) if spec.packed.zeros else None
+        return pack4(
+            np.concatenate([part.q for part in parts]),
+            np.concatenate([part.scales for part in parts]),
+            zeros,
+            gated=spec.gated,
+        )
+
+    def _unpacked(self, module: str, shape: tuple[int, int], transposed: bool = False) -> Any:
+        try:
+            stored = module_shape(self._tensors, self._config, module)
+            is_float = transposed and f"{module}.weight" in self._tensors
+            wanted = shape[::-1] if is_float else shape
+            if tuple(stored) != wanted:
+                raise CheckpointError(
+                    f"{self._folder}: module {module} is {list(stored)}, wanted {list(wanted)} by the config"
+                )
+            value = unpack_module(self._tensors, self._config, module)
+        except (ValueError, IndexError) as error:
+            raise CheckpointError(f"{self._folder}: {error}") from error
+        return widen(value).T if is_float and isinstance(value, np.ndarray) else value

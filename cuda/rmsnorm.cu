@@ -6,24 +6,7 @@
 // float32; the sum over a thread's pieces, then a tree over lanes and warps; new_residual is rounded to T before the
 //   norm reads it, y once.
 // The launcher: grid = num_rows, block = whole warps, at most 512 threads, threads · kRounds · kWidth<T> ≥ size.
-#include "reduce.cuh"
-#include "row.cuh"
-
-template <typename T, int kRounds>
-__device__ __forceinline__ void norm_row(Row<T, kRounds>& x, const Row<T, kRounds>& weight, T* y, int size, float eps) {
-  __shared__ float scratch[kMaxWarps];
-  float sum = 0.0f;
-#pragma unroll
-  for (int round = 0; round < kRounds; ++round)
-#pragma unroll
-    for (int i = 0; i < kWidth<T>; ++i) sum += x[round][i] * x[round][i];
-  const float scale = rsqrtf(block_sum(sum, scratch) / static_cast<float>(size) + eps);
-#pragma unroll
-  for (int round = 0; round < kRounds; ++round)
-#pragma unroll
-    for (int i = 0; i < kWidth<T>; ++i) x[round][i] *= scale * weight[round][i];
-  store_rounds<T, kRounds>(y, size, x);
-}
+#include "rmsnorm.cuh"
 
 template <typename T, int kRounds>
 __global__ void __launch_bounds__(512)
@@ -34,7 +17,8 @@ __global__ void __launch_bounds__(512)
   dependency_wait();
   const index_t row = blockIdx.x;
   load_rounds<T, kRounds>(x + row * x_stride, size, values);
-  norm_row<T, kRounds>(values, weights, y + row * size, size, eps);
+  norm_row<T, kRounds>(values, weights, size, eps);
+  store_rounds<T, kRounds>(y + row * size, size, values);
 }
 
 // new_residual may be residual itself.
@@ -49,5 +33,6 @@ __global__ void __launch_bounds__(512)
   const index_t row = blockIdx.x;
   load_rounds<T, kRounds>(x + row * x_stride, size, values);
   add_residual<T, kRounds>(values, residual + row * residual_stride, new_residual + row * new_residual_stride, size);
-  norm_row<T, kRounds>(values, weights, y + row * size, size, eps);
+  norm_row<T, kRounds>(values, weights, size, eps);
+  store_rounds<T, kRounds>(y + row * size, size, values);
 }

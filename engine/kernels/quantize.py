@@ -1,16 +1,21 @@
-"""Activations in 8 bits on a GPU: cuda/quantize.cu. Defined by ref.quant.fused."""
+"""Activations in 8 bits on a GPU, alone or behind a norm: cuda/quantize.cu. Defined by ref.quant.fused."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from engine.errors import KernelError
-from engine.kernels.device import Device
+from engine.kernels.check import ceil_div, require, require_contiguous, stride, type_name
+from engine.kernels.device import Argument, Device, Instance
+from engine.kernels.rmsnorm import row_shape
 
 Array = Any
 
 INT8, FP8, FP8_BLOCK = "int8", "fp8", "fp8_block"  # kinds of ref.quant.fused
-BLOCK = 128  # neighbours of a token with a scale of their own, in fp8_block
+GROUP = 128  # neighbours of a token with a scale of their own, in fp8_block
+CODES = {INT8: ("signed char", np.int8), FP8: ("e4m3", np.uint8), FP8_BLOCK: ("e4m3", np.uint8)}
 
 
 def quantize_activations(
@@ -23,4 +28,66 @@ def quantize_activations(
     Args:
         input_scale: float32 [1], of the checkpoint; the scale of every token then. None: found anew for each.
     """
-    raise KernelError("quantize_activations: there is no kernel for it yet")
+    kernel = "quantize"
+    codes, scales = _answer(kernel, x, kind, input_scale, device)
+    _launch(kernel, x, kind, (x, codes, scales, input_scale, np.int32(x.shape[1]), stride(x)), device)
+    return codes, scales
+
+
+def norm_quant(
+    x: Array, weight: Array, eps: float, kind: str, *, device: Device, input_scale: Array | None = None
+) -> tuple[Array, Array]:
+    """quantize_activations(rmsnorm(x, weight, eps)); the norm is not rounded in between."""
+    kernel = "rmsnorm_quantize"
+    require(kernel, "weight", weight, (x.shape[1],), x.dtype)
+    codes, scales = _answer(kernel, x, kind, input_scale, device)
+    sizes = (np.int32(x.shape[1]), stride(x), np.float32(eps))
+    _launch(kernel, x, kind, (x, weight, codes, scales, input_scale, *sizes), device)
+    return codes, scales
+
+
+def add_norm_quant(
+    x: Array,
+    residual: Array,
+    weight: Array,
+    eps: float,
+    kind: str,
+    *,
+    device: Device,
+    input_scale: Array | None = None,
+) -> tuple[Array, Array, Array]:
+    """(*norm_quant(x + residual), x + residual); the new residual is written over the old one."""
+    kernel = "add_rmsnorm_quantize"
+    require(kernel, "residual", residual, x.shape, x.dtype)
+    require(kernel, "weight", weight, (x.shape[1],), x.dtype)
+    codes, scales = _answer(kernel, x, kind, input_scale, device)
+    sizes = (np.int32(x.shape[1]), stride(x), stride(residual), stride(residual), np.float32(eps))
+    _launch(kernel, x, kind, (x, residual, weight, codes, scales, input_scale, residual, *sizes), device)
+    return codes, scales, residual
+
+
+def _answer(kernel: str, x: Array, kind: str, input_scale: Array | None, device: Device) -> tuple[Array, Array]:
+    """Room for codes and scales. Raises KernelError for what the kernels do not take."""
+    require(kernel, "x", x, (None, None))
+    if kind not in CODES:
+        raise KernelError(f"{kernel}: the kind is {kind!r}; there are {', '.join(CODES)}")
+    if input_scale is not None:
+        require(kernel, "input_scale", input_scale, (1,), np.float32)
+        require_contiguous(kernel, "input_scale", input_scale)
+        if kind == FP8_BLOCK:
+            raise KernelError(f"{kernel}: an input_scale, and groups that have scales of their own")
+    num_tokens, size = x.shape
+    shape = (num_tokens, ceil_div(size, GROUP)) if kind == FP8_BLOCK else (num_tokens,)
+    return device.empty(x.shape, CODES[kind][1]), device.empty(shape, np.float32)
+
+
+def _launch(kernel: str, x: Array, kind: str, arguments: tuple[Argument, ...], device: Device) -> None:
+    storage = type_name(kernel, "x", x)
+    if storage == "float":
+        raise KernelError(f"{kernel}: x is float32; expected bfloat16 or float16")
+    if not x.size:
+        return
+    threads, rounds = row_shape(kernel, x)
+    groups = "true" if kind == FP8_BLOCK else "false"
+    entry = f"{kernel}<{CODES[kind][0]}, {groups}, {storage}, {rounds}>"
+    device.launch(Instance("quantize", entry), (x.shape[0],), (threads,), arguments)

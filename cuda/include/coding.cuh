@@ -1,0 +1,48 @@
+// Numbers in 8 bits with a scale beside them: int8 within ±127, and e4m3. Defined by ref/quant/int8.py and ref/quant/fp8.py.
+#pragma once
+
+#include "dtype.cuh"
+
+constexpr int kGroup = 128;  // neighbours that have a scale of their own, where there are groups
+
+template <typename F>
+struct Coded;
+template <>
+struct Coded<signed char> {
+  using Bits = signed char;
+  using Sum = int;
+  static constexpr float kMax = 127.0f;
+};
+template <>
+struct Coded<e4m3> {
+  using Bits = unsigned char;
+  using Sum = float;
+  static constexpr float kMax = 448.0f;
+};
+
+// |x| as bits, in the order of the numbers; infinity is above them and NaN above that.
+__device__ __forceinline__ unsigned magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+
+// The scale of numbers of which the largest has this magnitude. int8 has no code for infinity: its scale is NaN then.
+template <typename F>
+__device__ __forceinline__ float scale_of(unsigned largest) {
+  if (Coded<F>::kMax == 127.0f && largest >= 0x7f800000u) return __uint_as_float(0x7fffffffu);
+  return __uint_as_float(largest) / Coded<F>::kMax;
+}
+
+// Codes of four numbers, that of the first in the lowest byte: x / scale to the nearest, ties to even, saturating; 0
+// where the scale is 0, or with int8 NaN.
+__device__ __forceinline__ unsigned code4(const float* x, float scale, signed char) {
+  unsigned codes = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float steps = x[i] / scale;
+    const int code = scale > 0.0f && steps == steps ? __float2int_rn(fminf(fmaxf(steps, -127.0f), 127.0f)) : 0;
+    codes |= (static_cast<unsigned>(code) & 255u) << 8 * i;
+  }
+  return codes;
+}
+__device__ __forceinline__ unsigned code4(const float* x, float scale, e4m3) {
+  if (scale == 0.0f) return 0;
+  return pack_e4m3(x[0] / scale, x[1] / scale) | static_cast<unsigned>(pack_e4m3(x[2] / scale, x[3] / scale)) << 16;
+}

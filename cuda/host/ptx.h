@@ -91,6 +91,18 @@ HOST_LDMATRIX(ldmatrix_x2_trans, 2, true)
 HOST_LDMATRIX(ldmatrix_x4_trans, 4, true)
 #undef HOST_LDMATRIX
 
+template <typename T>
+inline float fma_of_halves(unsigned a, unsigned b, unsigned c, int shift) {  // rounded to float before it is to T
+  const auto half = [shift](unsigned x) { return to_float(T{static_cast<unsigned short>(x >> shift)}); };
+  return std::fma(half(a), half(b), half(c));
+}
+inline unsigned fma2(unsigned a, unsigned b, unsigned c, bf16) {
+  return pack_bf16(fma_of_halves<bf16>(a, b, c, 0), fma_of_halves<bf16>(a, b, c, 16));
+}
+inline unsigned fma2(unsigned a, unsigned b, unsigned c, fp16) {
+  return pack_fp16(fma_of_halves<fp16>(a, b, c, 0), fma_of_halves<fp16>(a, b, c, 16));
+}
+
 #define HOST_MMA(NAME, D, FORMAT, MEETING)                                                                    \
   inline void NAME(D (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], FORMAT, HOST_SITE_PARAMETERS) { \
     host::Mma argument{d, a, b};                                                                              \

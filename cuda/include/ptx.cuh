@@ -89,6 +89,18 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&d)[4], const void* 
                : "memory");
 }
 
+// a · b + c for two numbers at once, each rounded once; the last argument names their format.
+__device__ __forceinline__ unsigned fma2(unsigned a, unsigned b, unsigned c, bf16) {
+  unsigned d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+__device__ __forceinline__ unsigned fma2(unsigned a, unsigned b, unsigned c, fp16) {
+  unsigned d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
 // d += a · b for tiles of 16 × k and k × 8; the last argument only names the format of a and b.
 #define MMA(SHAPE_AND_TYPES, ACCUMULATOR)                                                                  \
   asm volatile("mma.sync.aligned." SHAPE_AND_TYPES " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "       \

@@ -7,15 +7,18 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from engine.coded_kv import CODES, KVArray, parts_of
 from engine.errors import KernelError
 
 Array = Any
+Parts = tuple[Array, Array | None, str]
 
 TYPES = {  # dtype → its name in CUDA C++
     np.dtype(ml_dtypes.bfloat16): "bf16",
     np.dtype(np.float16): "fp16",
     np.dtype(np.float32): "float",
 }
+CODE_TYPES = {CODES["fp8"]: "e4m3", CODES["int8"]: "signed char"}  # of codes
 ALIGNMENT = 16  # bytes
 
 
@@ -25,6 +28,37 @@ def type_name(kernel: str, name: str, array: Array) -> str:
     if found is None:
         raise KernelError(f"{kernel}: {name} is {array.dtype}; expected one of {', '.join(map(str, TYPES))}")
     return found
+
+
+def cache_parts(kernel: str, name: str, cache: KVArray, n_kv_heads: int | None, head_dim: int, dtype: Any) -> Parts:
+    """A cache of keys or values: its numbers in this dtype, or codes with their scales (else None); and the C++ type.
+
+    Raises:
+        KernelError: another shape or dtype, or gaps; scales that do not belong to the codes.
+    """
+    numbers, scales = parts_of(cache)
+    require(kernel, name, numbers, (None, None, n_kv_heads, head_dim), dtype if scales is None else None)
+    require_contiguous(kernel, name, numbers)
+    if scales is None:
+        return numbers, None, type_name(kernel, name, numbers)
+    require(kernel, f"{name}'s scales", scales, numbers.shape[:3], np.float32)
+    require_contiguous(kernel, f"{name}'s scales", scales)
+    found = CODE_TYPES.get(numbers.dtype)
+    if found is None:
+        raise KernelError(f"{kernel}: {name} is of {numbers.dtype}; codes are uint8 (of e4m3) or int8")
+    return numbers, scales, found
+
+
+def cache_pair(
+    kernel: str, k_cache: KVArray, v_cache: KVArray, n_kv_heads: int | None, head_dim: int, dtype: Any
+) -> tuple[Parts, Parts]:
+    """Both caches as cache_parts has them. Raises KernelError where they are not alike, too."""
+    keys = cache_parts(kernel, "k_cache", k_cache, n_kv_heads, head_dim, dtype)
+    values = cache_parts(kernel, "v_cache", v_cache, n_kv_heads, head_dim, dtype)
+    require(kernel, "v_cache", values[0], keys[0].shape, keys[0].dtype)
+    if (keys[1] is None) != (values[1] is None):
+        raise KernelError(f"{kernel}: one of k_cache and v_cache has scales; both or neither must")
+    return keys, values
 
 
 def require(kernel: str, name: str, array: Array, shape: tuple[int | None, ...], dtype: Any = None) -> None:

@@ -1,4 +1,5 @@
-"""Rotary embedding fused with the KV write on a GPU: cuda/rope.cu. Defined by ref.rope and ref.kv_cache."""
+"""Rotary embedding fused with the KV write on a GPU: cuda/rope.cu. Defined by ref.rope and ref.kv_cache, and by
+ref.quant.kv where the caches hold codes."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from engine.coded_kv import KVArray
 from engine.errors import KernelError
-from engine.kernels.check import ceil_div, require, require_contiguous, stride, type_name, width
+from engine.kernels.check import Parts, cache_pair, ceil_div, require, require_contiguous, stride, type_name, width
 from engine.kernels.device import Device, Instance
 
 Array = Any
@@ -22,8 +24,8 @@ def rope_kv_write(
     v: Array,
     cos_sin: Array,
     slot_mapping: Array,
-    k_cache: Array,
-    v_cache: Array,
+    k_cache: KVArray,
+    v_cache: KVArray,
     *,
     interleaved: bool = False,
     device: Device,
@@ -32,7 +34,7 @@ def rope_kv_write(
 
     q [num_tokens, n_heads, head_dim]; k, v [num_tokens, n_kv_heads, head_dim], all parts of larger rows if need be;
     cos_sin [num_tokens, rotary_dim] float32; slot_mapping [num_tokens] int32, negative = store nothing; caches
-    [num_blocks, block_size, n_kv_heads, head_dim].
+    [num_blocks, block_size, n_kv_heads, head_dim] in q's dtype, or both as codes.
     """
     return _launch("rope_kv_write", (q, k, v), (), 0.0, cos_sin, slot_mapping, k_cache, v_cache, interleaved, device)
 
@@ -46,8 +48,8 @@ def qk_norm_rope_kv_write(
     eps: float,
     cos_sin: Array,
     slot_mapping: Array,
-    k_cache: Array,
-    v_cache: Array,
+    k_cache: KVArray,
+    v_cache: KVArray,
     *,
     interleaved: bool = False,
     device: Device,
@@ -58,7 +60,7 @@ def qk_norm_rope_kv_write(
     return _launch("qk_norm_rope_kv_write", (q, k, v), weights, eps, *place, interleaved, device)
 
 
-def kv_cache_write(k: Array, v: Array, slot_mapping: Array, k_cache: Array, v_cache: Array, *, device: Device) -> None:
+def kv_cache_write(k: Array, v: Array, slot_mapping: Array, k_cache: KVArray, v_cache: KVArray, *, device: Device) -> None:
     """Stores k and v as they are: a rotation of no element."""
     require("kv_cache_write", "k", k, (None, None, None))
     cos_sin = device.empty((k.shape[0], 0), np.float32)
@@ -73,27 +75,31 @@ def _launch(
     eps: float,
     cos_sin: Array,
     slot_mapping: Array,
-    k_cache: Array,
-    v_cache: Array,
+    k_cache: KVArray,
+    v_cache: KVArray,
     interleaved: bool,
     device: Device,
 ) -> Array:
-    _check(kernel, qkv, weights, cos_sin, slot_mapping, k_cache, v_cache)
+    (keys, k_scales, cached), (values, v_scales, _) = _check(
+        kernel, qkv, weights, cos_sin, slot_mapping, k_cache, v_cache
+    )
     q = qkv[0]
     num_tokens, n_heads, head_dim = q.shape
-    n_kv_heads, rotary_dim = k_cache.shape[2], cos_sin.shape[1]
+    n_kv_heads, rotary_dim = keys.shape[2], cos_sin.shape[1]
     q_out = device.empty(q.shape, q.dtype)
     if not num_tokens:
         return q_out
     lanes = _lanes(kernel, head_dim, rotary_dim, width(q))
     grid = (num_tokens, ceil_div((n_heads + 2 * n_kv_heads) * lanes, MAX_THREADS))
-    arguments = [*qkv, *weights, cos_sin, slot_mapping, k_cache, v_cache, q_out]
+    arguments = [*qkv, *weights, cos_sin, slot_mapping, keys, values, k_scales, v_scales, q_out]
     arguments += map(np.int32, (n_heads, n_kv_heads, head_dim, rotary_dim))
     arguments += [stride(array, axis) for array in (*qkv, q_out) for axis in (0, 1)]
     if weights:
         arguments += [np.int64(head_dim * (weight.ndim - 1)) for weight in weights]
         arguments.append(np.float32(eps))
-    entry = f"{kernel}<{type_name(kernel, 'q', q)}, {str(interleaved).lower()}, {lanes}>"
+    type_ = type_name(kernel, "q", q)
+    codes = "" if k_scales is None else f", {cached}"
+    entry = f"{kernel}<{type_}, {str(interleaved).lower()}, {lanes}{codes}>"
     device.launch(Instance("rope", entry), grid, (MAX_THREADS,), arguments)
     return q_out
 
@@ -104,10 +110,10 @@ def _check(
     weights: tuple[Array, ...],
     cos_sin: Array,
     slot_mapping: Array,
-    k_cache: Array,
-    v_cache: Array,
-) -> None:
-    """Raises KernelError for arrays that do not fit each other."""
+    k_cache: KVArray,
+    v_cache: KVArray,
+) -> tuple[Parts, Parts]:
+    """What the caches consist of. Raises KernelError for arrays that do not fit each other."""
     q, k, v = qkv
     require(kernel, "q", q, (None, None, None))
     num_tokens, n_heads, head_dim = q.shape
@@ -122,10 +128,7 @@ def _check(
     if cos_sin.shape[1] % 2 or cos_sin.shape[1] > head_dim:
         raise KernelError(f"{kernel}: cos_sin has {cos_sin.shape[1]} columns; expected an even number up to {head_dim}")
     require(kernel, "slot_mapping", slot_mapping, (num_tokens,), np.int32)
-    require(kernel, "k_cache", k_cache, (None, None, n_kv_heads, head_dim), q.dtype)
-    require(kernel, "v_cache", v_cache, k_cache.shape, q.dtype)
-    for name, array in (("k_cache", k_cache), ("v_cache", v_cache)):
-        require_contiguous(kernel, name, array)
+    return cache_pair(kernel, k_cache, v_cache, n_kv_heads, head_dim, q.dtype)
 
 
 def _lanes(kernel: str, head_dim: int, rotary_dim: int, piece: int) -> int:

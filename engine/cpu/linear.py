@@ -39,7 +39,10 @@ def _decoded4(weight: LinearWeight) -> Float32:
     group_size = -(-weight.in_features // scales.shape[1])
     groups = np.arange(weight.in_features) // group_size
     steps = q.astype(np.float32) - zeros.astype(np.float32)[:, groups]
-    return steps * scales.astype(np.float32)[:, groups]
+    decoded = steps * scales.astype(np.float32)[:, groups]
+    if "order" in weight.tensors:
+        decoded = decoded[:, np.argsort(weight.tensors["order"])]
+    return decoded
 
 
 def linear(x: Float32, weight: LinearWeight, *, team: Team) -> Float32:

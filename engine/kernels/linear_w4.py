@@ -14,6 +14,7 @@ from engine.errors import KernelError
 from engine.kernels.activation import FUNCTIONS
 from engine.kernels.check import ceil_div, require, require_contiguous, stride, type_name
 from engine.kernels.device import Device, Instance
+from engine.kernels.gather_columns import gather_columns
 from engine.kernels.linear_w4_many import linear_w4_many, linear_w4_many_gate_up_act, step_groups
 from engine.packed4 import COLUMNS, PACKED, PACKED_GATED, ROWS, is_group_size
 from engine.weights import LinearWeight
@@ -52,6 +53,7 @@ def linear_w4(x: Array, weight: LinearWeight, *, device: Device, dtype: Any = No
     """y = x Wᵀ + bias, [num_tokens, in_features] → [num_tokens, out_features], type of x or dtype."""
     kernel = "linear_w4"
     _check(kernel, x, weight, PACKED)
+    x = _in_order(x, weight, device)
     y = device.empty((x.shape[0], weight.out_features), x.dtype if dtype is None else dtype)
     if x.shape[0] > FEW_TOKENS:
         linear_w4_many(kernel, x, weight, y, device)
@@ -69,12 +71,19 @@ def linear_w4_gate_up_act(x: Array, weight: LinearWeight, activation: str, *, de
     _check(kernel, x, weight, PACKED_GATED)
     if activation not in FUNCTIONS:
         raise KernelError(f"{kernel}: the activation {activation!r} has no kernel; there are {', '.join(FUNCTIONS)}")
+    x = _in_order(x, weight, device)
     if x.shape[0] > FEW_TOKENS:
         return linear_w4_many_gate_up_act(kernel, x, weight, activation, device=device)
     y = device.empty((x.shape[0], weight.out_features // 2), x.dtype)
     if y.size:
         _run(kernel, x, weight, FUNCTIONS[activation], y, device)
     return y
+
+
+def _in_order(x: Array, weight: LinearWeight, device: Device) -> Array:
+    """x with its columns as the weight has them."""
+    order = weight.tensors.get("order")
+    return x if order is None else gather_columns(x, order, device=device)
 
 
 def _run(kernel: str, x: Array, weight: LinearWeight, activation: str, y: Array, device: Device) -> None:

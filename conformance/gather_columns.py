@@ -1,0 +1,115 @@
+"""Cases of 4-bit weights whose groups are not of neighbouring columns (act-order): those of x are put in their order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conformance.case import HALVES, Case, Inputs, Kept, Outputs
+from conformance.inputs import guarded, normal
+from engine.ops import OpTable
+from engine.packed4 import PACKED, PACKED_GATED, pack4, unpack4
+from engine.weights import LinearWeight
+from ref.activation import gate_up_act
+from ref.numerics import round_to
+from ref.quant.groups import GroupedInt, grouped_linear
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    num_tokens: int
+    in_features: int
+    out_features: int
+    group_size: int
+    activation: str = ""  # of a gated weight
+    op: str = "linear"
+
+
+SHAPES = {
+    "no-tokens": Shape(0, 128, 64, 32),
+    "one-token": Shape(1, 256, 64, 128),
+    "odd": Shape(3, 328, 72, 328),
+    "wider-than-a-block": Shape(2, 2304, 64, 256),
+    "nine-tokens": Shape(9, 192, 64, 32),
+    "many-tokens": Shape(70, 256, 64, 64),
+    "logits": Shape(5, 256, 72, 128, op="logits"),
+    "gated": Shape(2, 256, 48, 64, activation="silu"),
+    "gated-many-tokens": Shape(70, 256, 48, 128, activation="silu"),
+}
+
+
+def cases() -> list[Case]:
+    """Few and many tokens, alone and with the activation of a gate behind."""
+    return [_case(name, shape) for name, shape in SHAPES.items()]
+
+
+def _case(name: str, shape: Shape) -> Case:
+    def reference(
+        x: Array, weight: Array, scales: Array, zeros: Array, order: Array, storage: str | None = None
+    ) -> Outputs:
+        z = grouped_linear(x, _integers(weight, scales, zeros, order, shape), storage=storage)
+        if shape.activation:
+            z = gate_up_act(z if storage is None else round_to(z, storage), shape.activation)
+        return {"y": z}
+
+    def candidate(ops: OpTable, x: Array, weight: Array, scales: Array, zeros: Array, order: Array) -> Outputs:
+        tensors = {"weight": weight, "scales": scales.view(np.float16), "zeros": zeros, "order": order}
+        format = PACKED_GATED if shape.activation else PACKED
+        stored = ops.prepare(LinearWeight(format, shape.out_features, shape.in_features, tensors))
+        if shape.activation:
+            return {"y": ops.linear_gate_up_act(x, stored, shape.activation)}
+        return {"y": getattr(ops, shape.op)(x, stored)}
+
+    axes = {"num_tokens": shape.num_tokens, "in_features": shape.in_features, "out_features": shape.out_features}
+    return Case(
+        stem="gather_columns",
+        name=name,
+        axes=axes | {"group_size": shape.group_size, "op": shape.op},
+        make_inputs=partial(_inputs, shape=shape),
+        reference=reference,
+        candidate=candidate,
+        disturb=_disturb,
+        storages=HALVES,
+        wide=("y",) if shape.op == "logits" else (),
+    )
+
+
+def _inputs(seed: int, shape: Shape) -> Inputs:
+    """Scales are handed over as their bits: they are float16 whatever the storage type."""
+    rng = np.random.default_rng(seed)
+    num_groups = shape.in_features // shape.group_size
+    q = rng.integers(0, 16, (shape.out_features, shape.in_features))
+    scales = (rng.uniform(0.2, 1.0, (len(q), num_groups)) * shape.in_features**-0.5 / 4).astype(np.float16)
+    packed = pack4(q, scales, rng.integers(0, 16, scales.shape), gated=bool(shape.activation))
+    sizes = np.float32(10) ** rng.uniform(-3, 1 if shape.activation else 2, (shape.num_tokens, 1)).astype(np.float32)
+    return {
+        "x": guarded(normal(rng, shape.num_tokens, shape.in_features) * sizes, last=8),
+        "weight": packed["weight"],
+        "scales": packed["scales"].view(np.uint16).copy(),
+        "zeros": packed["zeros"],
+        "order": rng.permutation(shape.in_features).astype(np.int32),
+    }
+
+
+def _integers(weight: Array, scales: Array, zeros: Array, order: Array, shape: Shape) -> GroupedInt:
+    """As a checkpoint has them: columns in the order of x, the group of each in g_idx."""
+    tensors = {"weight": weight, "scales": scales.view(np.float16), "zeros": zeros}
+    sorted_q, by_row, zero = unpack4(tensors, shape.out_features, shape.in_features, gated=bool(shape.activation))
+    q, g_idx = np.empty_like(sorted_q), np.empty(shape.in_features, np.int64)
+    q[:, order] = sorted_q
+    g_idx[order] = np.arange(shape.in_features) // shape.group_size
+    return GroupedInt(4, q, by_row, zero, g_idx)
+
+
+def _disturb(inputs: Inputs, rng: np.random.Generator) -> Kept:
+    x = inputs["x"]
+    keep = int(rng.integers(len(x))) if len(x) else 0
+    others = np.arange(len(x)) != keep
+    x[others] = normal(rng, int(others.sum()), x.shape[1], scale=10.0)
+    return {"y": slice(keep, keep + 1)}

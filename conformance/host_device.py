@@ -94,8 +94,9 @@ class HostDevice:
         self._libraries[instance].launch(instance.entry, grid, block, values, shared_bytes, *self._order)
 
     def matmul(self, x: Array, weight: Array, out: Array) -> None:
-        """Sums in float32, rounded once."""
-        out[...] = (x.astype(np.float32) @ weight.astype(np.float32).T).astype(out.dtype)
+        """Sums in float32, rounded once; of int8 exact."""
+        kind = np.float64 if out.dtype == np.int32 else np.float32
+        out[...] = (x.astype(kind) @ weight.astype(kind).T).astype(out.dtype)
 
     def _library(self, instances: Sequence[Instance]) -> Library:
         source = self._folder / f"{instances[0].stem}.cu"

@@ -190,6 +190,11 @@ __device__ __forceinline__ void settled(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
+template <int kCount>
+__device__ __forceinline__ void settled(int (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(d[i])::"memory");
+}
 
 // Products of 64 × 16 and 16 × n numbers, n = twice the size of d; the last argument only names the format of a and b.
 //   wgmma_k_major   d = a · b, or d += a · b if `add`; a and b are K-major tiles
@@ -257,6 +262,38 @@ WGMMA(64, 128, fp16, "f16", 64, 65, 66, 67, 68, 69)
 WGMMA(128, 256, bf16, "bf16", 128, 129, 130, 131, 132, 133)
 WGMMA(128, 256, fp16, "f16", 128, 129, 130, 131, 132, 133)
 #undef WGMMA
+
+// The same of 64 × 32 and 32 × 128 numbers of 8 bits, K-major (128 of them fill a row of a tile): signed char, whose sums
+// are exact integers, or e4m3. Hopper adds products of e4m3 with about 14 bits: sums of more than 128 belong in registers.
+#define INTS_8(i)                                                                                             \
+  "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]), "+r"(d[i + 6]), \
+      "+r"(d[i + 7])
+#define INTS_64(i)                                                                                         \
+  INTS_8(i), INTS_8(i + 8), INTS_8(i + 16), INTS_8(i + 24), INTS_8(i + 32), INTS_8(i + 40), INTS_8(i + 48), \
+      INTS_8(i + 56)
+#define WGMMA_8(SUM, FORMAT, SUMS, NAMES, SIGNS)                                                                      \
+  __device__ __forceinline__ void wgmma_k_major(SUM (&d)[64], unsigned long long a, unsigned long long b, bool add,   \
+                                                FORMAT) {                                                             \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"                                                    \
+                 "wgmma.mma_async.sync.aligned.m64n128k32." NAMES " {" LIST_64 "}, %64, %65, add" SIGNS ";\n}"        \
+                 : SUMS(0)                                                                                            \
+                 : "l"(a), "l"(b), "r"(static_cast<int>(add))                                                         \
+                 : "memory");                                                                                         \
+  }                                                                                                                   \
+  __device__ __forceinline__ void wgmma_from_registers(SUM (&d)[64], const unsigned (&a)[4], unsigned long long b,    \
+                                                       bool add, FORMAT) {                                            \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %68, 0;\n"                                                    \
+                 "wgmma.mma_async.sync.aligned.m64n128k32." NAMES " {" LIST_64 "}, {%64, %65, %66, %67}, %69, add"    \
+                 SIGNS ";\n}"                                                                                         \
+                 : SUMS(0)                                                                                            \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(static_cast<int>(add)), "l"(b)                     \
+                 : "memory");                                                                                         \
+  }
+WGMMA_8(float, e4m3, SUMS_64, "f32.e4m3.e4m3", ", 1, 1")
+WGMMA_8(int, signed char, INTS_64, "s32.s8.s8", "")
+#undef WGMMA_8
+#undef INTS_8
+#undef INTS_64
 #undef SUMS_8
 #undef SUMS_16
 #undef SUMS_32

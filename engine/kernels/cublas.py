@@ -20,9 +20,11 @@ TRANSPOSED, AS_IS = 1, 0  # cublasOperation_t
 CUDA_TYPES = {  # cudaDataType_t
     np.dtype(np.float32): 0,
     np.dtype(np.float16): 2,
+    np.dtype(np.int8): 3,
+    np.dtype(np.int32): 10,
     np.dtype(ml_dtypes.bfloat16): 14,
 }
-COMPUTE_32F = 68  # cublasComputeType_t: float32 sums
+COMPUTE_32F, COMPUTE_32I = 68, 72  # cublasComputeType_t: float32 sums, int32 sums
 DEFAULT_ALGORITHM = -1
 
 
@@ -33,7 +35,8 @@ class Cublas:
         self._handle = ctypes.c_void_p(cupy_device.get_cublas_handle())
         self._library = _loaded_library()
         self._workspace = cupy.empty(WORKSPACE_BYTES, cupy.uint8)
-        self._one, self._zero = ctypes.byref(ctypes.c_float(1.0)), ctypes.byref(ctypes.c_float(0.0))
+        self._floats = ctypes.byref(ctypes.c_float(1.0)), ctypes.byref(ctypes.c_float(0.0)), COMPUTE_32F
+        self._integers = ctypes.byref(ctypes.c_int32(1)), ctypes.byref(ctypes.c_int32(0)), COMPUTE_32I
         pointer, integer = ctypes.c_void_p, ctypes.c_int
         matrix = (pointer, integer, integer)  # with its type and leading dimension
         self._gemm = self._library.cublasGemmEx  # once told the types, ctypes is twice as quick
@@ -42,6 +45,7 @@ class Cublas:
     def matmul(self, x: Array, weight: Array, out: Array) -> None:
         """out [m, n] = x [m, k] · weightᵀ of weight [n, k]; rows of x and out may lie apart.
 
+        int8 gives int32; n, k and the distances of rows are multiples of 4 then.
         cuBLAS counts columns first, so it is told to make outᵀ = weight · xᵀ.
         """
         library, handle = self._library, self._handle
@@ -51,8 +55,8 @@ class Cublas:
         _check("cublasSetWorkspace", library.cublasSetWorkspace_v2(handle, workspace, ctypes.c_size_t(WORKSPACE_BYTES)))
         (m, k), n = x.shape, weight.shape[0]
         w, a, y = map(_matrix, (weight, x, out))
-        sums = COMPUTE_32F, DEFAULT_ALGORITHM
-        status = self._gemm(handle, TRANSPOSED, AS_IS, n, m, k, self._one, *w, *a, self._zero, *y, *sums)
+        one, zero, sums = self._integers if out.dtype == np.int32 else self._floats
+        status = self._gemm(handle, TRANSPOSED, AS_IS, n, m, k, one, *w, *a, zero, *y, sums, DEFAULT_ALGORITHM)
         if status:
             _check(f"cublasGemmEx of {m} x {k} by {n}", status)
 

@@ -29,13 +29,13 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
-    """An array of 16-bit numbers that a kernel copies in boxes (TensorMap in cuda/include/ptx_sm90.cuh).
+    """An array of 16- or 8-bit numbers that a kernel copies in boxes (TensorMap in cuda/include/ptx_sm90.cuh).
 
     Its address and all strides but the last are multiples of 16 bytes.
     """
 
     array: Array
-    box: tuple[int, ...]  # size along each axis; 64 along the last: rows of 128 bytes
+    box: tuple[int, ...]  # size along each axis; rows of 128 bytes along the last
 
 
 Argument = Array | np.generic | Boxes | None
@@ -73,5 +73,6 @@ class Device(Protocol):
         ...
 
     def matmul(self, x: Array, weight: Array, out: Array) -> None:
-        """out [m, n] = x [m, k] · weightᵀ of [n, k], all of one 16-bit type or out float32; the vendor's library."""
+        """out [m, n] = x [m, k] · weightᵀ of [n, k], all of one 16-bit type or out float32, or int8 and
+        out int32; the vendor's library."""
         ...

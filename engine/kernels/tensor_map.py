@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 from engine.errors import KernelError
 from engine.kernels.device import Boxes
 
-TYPES = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
+TYPES = {"uint8": 0, "int8": 0, "float16": 6, "bfloat16": 9}  # CUtensorMapDataType
 SWIZZLE_128_BYTES, FETCH_128_BYTES = 3, 2  # CUtensorMapSwizzle; CUtensorMapL2promotion: what L2 fetches at least
 MAP_BYTES = 128
 ALIGNMENT = 64

@@ -1,0 +1,323 @@
+// op         linear with weights of 8 bits, defined by int8_linear, fp8_linear and fp8_block_linear of ref/quant, and
+//            gate_up_act of ref/activation.py in one; for few tokens
+// maths      z[m, n] = Σ_k xq[m, k] · weight[n, k] · x_scale[m] · w_scale[n] (+ bias[n]), or in blocks of kGroup² with
+//            x_scale[m, k / kGroup] · w_scale[n / kGroup, k / kGroup] inside the sum; y = z, or with a gate
+//            y[m, n] = f(z[m, n]) · z[m, size + n] with size = out_features / 2
+// tensors    x [num_tokens, in_features], rows x_stride apart: codes of F, or T, which is quantized here as quantize.cu does
+//            it; x_scale float32 [num_tokens] or [num_tokens, ⌈in_features / kGroup⌉], but if x is T the one scale of all,
+//            or null; weight [out_features, in_features] codes of F; w_scale float32 [1], [out_features] or
+//            [⌈out_features / kGroup⌉, ⌈in_features / kGroup⌉]; bias [out_features] T or null; y [num_tokens, out_features
+//            or size] Y. in_features and x_stride are multiples of 16 bytes; x and weight at multiples of 16 bytes
+// a block    owns an equal share of all steps: y is cut into tiles of 16 · kRowTiles rows of the weight (half of them gates,
+//            if there are any), a tile into steps of 128 in_features, and the steps of all tiles in a row are shared out,
+//            `unit` at a time; its warps take them in turn and add up at the end of a tile. kStages − 1 steps of a warp are
+//            on the way through shared memory, each weight once. Where a tile is not one block's alone, the one that comes
+//            last adds up the parts
+// template   F signed char (int8) or e4m3; X the type of x; T bf16 or fp16; Y the same or float; kActivation f, or kNone
+//            without a gate; kBlocks whether scales are of blocks; kRowTiles; kTokenTiles of 8 tokens; kWarps; kStages ≥ 2
+// sums       int8: int32, exact. e4m3: 128 products by the tensor cores, such sums in float32 step by step of a warp, then
+//            warp by warp, part by part. Then the scales in float32 and one rounding, with a gate one of each z before it
+// launcher   grid at most the number of units, block 32 · kWarps, shared memory as Few.shared_bytes of
+//            engine/kernels/linear_w8.py says; partials [grid, 2, 8 · kTokenTiles, 16 · kRowTiles] int32 or float32;
+//            counters [grid], 0 before and after; num_tokens ≤ 8 · kTokenTiles; unit 1, or the steps of a tile; w_scale_step
+//            0 if one scale is for all, else 1; with a gate and blocks size is a multiple of 8
+#include "activation.cuh"
+#include "coding.cuh"
+#include "reduce.cuh"
+#include "vec.cuh"
+
+constexpr int kStep = kGroup;  // columns of a step
+constexpr int kPieces = 8;     // of 16 bytes, of a row in a step
+
+// Piece p of row r lies at place p ^ (4 · (r % 2)) of its 128 bytes: the 8 pieces of two rows that lanes read at once are in
+// different banks.
+__device__ __forceinline__ int place(int row, int piece) { return row * kStep + (piece ^ (row % 2 * 4)) * 16; }
+
+// Codes of all tokens [num_tokens][⌈in_features / kStep⌉ steps][kStep], the pieces of a step where place puts them, and their
+// scales [num_tokens], or [num_tokens][steps] in groups. fixed: the scale of all, or null.
+template <typename F, bool kGroups, int kThreads, int kTokens, typename T>
+__device__ __forceinline__ void quantize_tokens(const T* x, index_t x_stride, const float* fixed, int num_tokens,
+                                                int in_features, unsigned char* codes, float* scales) {
+  __shared__ unsigned largest[kTokens][kThreads / 32];
+  const int num_steps = (in_features + kStep - 1) / kStep, num_eights = num_steps * (kStep / 8);
+  const auto load = [&](int token, int eight, float(&to)[8]) {
+    const bool valid = 8 * eight < in_features;
+    unpack(valid ? load16(x + token * x_stride + 8 * eight) : make_uint4(0, 0, 0, 0), to, T{});
+  };
+  const auto magnitude_of = [&](const float(&numbers)[8]) {
+    unsigned found = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) found = max(found, magnitude(numbers[i]));
+    return found;
+  };
+  if (!kGroups && fixed == nullptr) {
+    for (int token = 0; token < num_tokens; ++token) {
+      unsigned found = 0;
+      for (int eight = threadIdx.x; eight < num_eights; eight += kThreads) {
+        float numbers[8];
+        load(token, eight, numbers);
+        found = max(found, magnitude_of(numbers));
+      }
+      found = warp_max(found);
+      if (threadIdx.x % 32 == 0) largest[token][threadIdx.x / 32] = found;
+    }
+    __syncthreads();
+  }
+  for (int token = 0; token < num_tokens; ++token) {
+    float scale = fixed == nullptr ? 0.0f : *fixed;
+    if (!kGroups && fixed == nullptr) {
+      unsigned found = 0;
+#pragma unroll
+      for (int warp = 0; warp < kThreads / 32; ++warp) found = max(found, largest[token][warp]);
+      scale = scale_of<F>(found);
+    }
+    if (!kGroups && threadIdx.x == 0) scales[token] = scale;
+    for (int first = 0; first < num_eights; first += kThreads) {  // all lanes as often as each other
+      const int eight = first + static_cast<int>(threadIdx.x), step = eight / 16;
+      float numbers[8];
+      load(token, eight, numbers);
+      if constexpr (kGroups) {
+        scale = scale_of<F>(warp_max<16>(magnitude_of(numbers)));
+        if (eight % 16 == 0 && eight < num_eights) scales[token * num_steps + step] = scale;
+      }
+      if (eight >= num_eights) continue;
+      *reinterpret_cast<uint2*>(codes + (token * (num_steps - 1) + step) * kStep + place(token, eight % 16 / 2) +
+                                eight % 2 * 8) =
+          make_uint2(code4(numbers, scale, F{}), code4(numbers + 4, scale, F{}));
+    }
+  }
+  __syncthreads();
+}
+
+template <typename F, typename X, typename T, typename Y, Activation kActivation, bool kBlocks, int kRowTiles,
+          int kTokenTiles, int kWarps, int kStages>
+__global__ void __launch_bounds__(32 * kWarps, kWarps <= 8 ? 2 : 1)
+    linear_w8(const X* x, const float* x_scale, const typename Coded<F>::Bits* __restrict__ weight,
+              const float* __restrict__ w_scale, const T* __restrict__ bias, Y* y, typename Coded<F>::Sum* partials,
+              unsigned* counters, int num_tokens, int out_features, int in_features, int w_scale_step, int unit,
+              index_t x_stride) {
+  using Sum = typename Coded<F>::Sum;
+  constexpr bool kExact = static_cast<Sum>(0.5f) == 0;  // int8
+  constexpr int kTokens = 8 * kTokenTiles, kRows = 16 * kRowTiles, kThreads = 32 * kWarps;
+  constexpr bool kGated = kActivation != kNone, kOwn = sizeof(X) == 2;  // kOwn: x is quantized here
+  constexpr int kOuts = kGated ? kRows / 2 : kRows;
+  constexpr int kPitch = kRows + 4;
+  constexpr int kRowScales = kGated ? 2 * kRowTiles : kRowTiles;  // of blocks
+  dependency_launch();  // what comes after may fetch its own weights; it waits for y by itself
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, pair = lane % 4;
+  const int num_steps = (in_features + kStep - 1) / kStep;
+  const int size = kGated ? out_features / 2 : out_features, num_tiles = (size + kOuts - 1) / kOuts;
+  const index_t num_units = static_cast<index_t>(num_tiles) * num_steps / unit;
+  const auto begin_of = [&](int block) { return static_cast<int>(block * num_units / gridDim.x) * unit; };
+  const auto block_of = [&](int step) {
+    return static_cast<int>(((step / unit + 1ll) * gridDim.x - 1) / num_units);
+  };
+  const int begin = begin_of(blockIdx.x), end = begin_of(blockIdx.x + 1);
+  // Row i of a tile in the weight: with a gate 8 of them, then the 8 that they are multiplied by. Rows that are not there
+  // are read as the last one.
+  const auto row_of = [&](int first_out, int i) {
+    return kGated ? min(first_out + i / 16 * 8 + i % 8, size - 1) + i / 8 % 2 * size : min(first_out + i, size - 1);
+  };
+
+  const int copied_tokens = kOwn ? 0 : num_tokens;
+  const int scale_bytes = kBlocks ? (kRowScales + copied_tokens + 3) / 4 * 16 : 0;
+  const int stage_bytes = (kRows + copied_tokens) * kStep + scale_bytes;
+  unsigned char* const stages = dynamic_shared<unsigned char>() + warp * kStages * stage_bytes;
+  Sum* const parts = reinterpret_cast<Sum*>(dynamic_shared<unsigned char>() + kWarps * kStages * stage_bytes);
+  unsigned* const before = reinterpret_cast<unsigned*>(parts + 2 * kWarps * kTokens * kPitch);
+  unsigned char* const own = reinterpret_cast<unsigned char*>(before + 4);  // [num_tokens][num_steps][kStep]
+  float* const own_scales = reinterpret_cast<float*>(own + num_tokens * num_steps * kStep);  // as x_scale
+
+  // What this warp copies next: step `next` of all, which is step `step_at` of tile `tile_at`.
+  int next = begin + warp, tile_at = next / num_steps, step_at = next % num_steps;
+  const auto advance = [&] {
+    next += kWarps, step_at += kWarps;
+    if (step_at < num_steps) return;
+    tile_at += step_at / num_steps, step_at %= num_steps;
+  };
+  const auto copy_weight = [&](int stage) {
+    if (next >= end) return;
+    unsigned char* const to = stages + stage * stage_bytes;
+    const int piece = lane % kPieces, k = step_at * kStep + 16 * piece;
+    const bool valid = k < in_features;
+#pragma unroll
+    for (int i = 0; i < kRows; i += 4) {
+      const int row = i + lane / kPieces;
+      const index_t from = static_cast<index_t>(row_of(tile_at * kOuts, row)) * in_features + k;
+      cp_async(to + place(row, piece), weight + (valid ? from : 0), valid);
+    }
+    if constexpr (kBlocks)
+      if (lane < kRowScales) {
+        const int row = row_of(tile_at * kOuts, lane * (kGated ? 8 : 16));
+        cp_async<4>(to + (kRows + copied_tokens) * kStep + 4 * lane, w_scale + row / kGroup * num_steps + step_at);
+      }
+  };
+  const auto copy_x = [&](int at, int step, int stage) {
+    if (kOwn || at >= end) return;
+    unsigned char* const to = stages + stage * stage_bytes + kRows * kStep;
+    for (int i = lane; i < num_tokens * kPieces; i += 32) {
+      const int token = i / kPieces, piece = i % kPieces, k = step * kStep + 16 * piece;
+      const bool valid = k < in_features;
+      cp_async(to + place(token, piece), x + (valid ? token * x_stride + k : 0), valid);
+    }
+    if constexpr (kBlocks)
+      for (int token = lane; token < num_tokens; token += 32)
+        cp_async<4>(to + num_tokens * kStep + 4 * (kRowScales + token), x_scale + token * num_steps + step);
+  };
+
+  // The weights are there whatever the kernel before does; x is not.
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) {
+    copy_weight(i);
+    if constexpr (kOwn) cp_async_commit();
+    advance();
+  }
+  dependency_wait();
+  int at = begin + warp;
+  if constexpr (kOwn) {
+    quantize_tokens<F, kBlocks, kThreads, kTokens>(x, x_stride, x_scale, num_tokens, in_features, own, own_scales);
+  } else {
+    int step = at % num_steps;
+#pragma unroll
+    for (int i = 0; i < kStages - 1; ++i) {
+      copy_x(at + i * kWarps, step, i);
+      cp_async_commit();
+      step = (step + kWarps) % num_steps;
+    }
+  }
+
+  int stage = 0, step = at % num_steps, buffer = 0;
+  Sum sums[kRowTiles][kTokenTiles][4] = {};
+  for (int tile = begin / num_steps; begin < end && tile <= (end - 1) / num_steps; ++tile) {
+    const int tile_end = min(end, (tile + 1) * num_steps);
+    for (; at < tile_end; at += kWarps) {
+      cp_async_wait<kStages - 2>();  // this step has come
+      __syncwarp();                  // for all lanes, and the one before is used up
+      const int free = stage == 0 ? kStages - 1 : stage - 1;
+      copy_weight(free);
+      copy_x(next, step_at, free);
+      cp_async_commit();
+      advance();
+      const unsigned char* const from = stages + stage * stage_bytes;
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+
+      uint4 b[kTokenTiles][2];  // tokens that are not there are read as the last one
+      float x_scales[kTokenTiles][2];
+#pragma unroll
+      for (int t = 0; t < kTokenTiles; ++t) {
+        const int token = min(8 * t + group, num_tokens - 1);
+        const unsigned char* const row = kOwn ? own + (token * (num_steps - 1) + step) * kStep : from + kRows * kStep;
+        b[t][0] = load16(row + place(token, pair)), b[t][1] = load16(row + place(token, pair + 4));
+        if constexpr (kBlocks) {
+          const float* const scales =
+              kOwn ? own_scales + step : reinterpret_cast<const float*>(from + (kRows + num_tokens) * kStep) + kRowScales;
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            x_scales[t][i] = scales[min(8 * t + 2 * pair + i, num_tokens - 1) * (kOwn ? num_steps : 1)];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        uint4 low[2], high[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          low[half] = load16(from + place(16 * i + group, pair + 4 * half));
+          high[half] = load16(from + place(16 * i + 8 + group, pair + 4 * half));
+        }
+        // A thread's 16 bytes are columns 16·pair … of 64. Which of them the tensor cores call k = 4·pair is of no account
+        // as long as weight and x agree: the first half serves one mma of 32, the last another.
+#pragma unroll
+        for (int t = 0; t < kTokenTiles; ++t) {
+          Sum part[4] = {};
+          Sum(&to)[4] = kExact ? sums[i][t] : part;
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const unsigned first[4] = {low[half].x, high[half].x, low[half].y, high[half].y};
+            const unsigned second[4] = {low[half].z, high[half].z, low[half].w, high[half].w};
+            const unsigned first_x[2] = {b[t][half].x, b[t][half].y}, second_x[2] = {b[t][half].z, b[t][half].w};
+            mma_k32(to, first, first_x, F{});
+            mma_k32(to, second, second_x, F{});
+          }
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            if constexpr (kBlocks) {
+              const float* const scales = reinterpret_cast<const float*>(from + (kRows + copied_tokens) * kStep);
+              sums[i][t][j] += part[j] * x_scales[t][j % 2] * scales[kGated ? 2 * i + j / 2 : i];
+            } else if constexpr (!kExact) {
+              sums[i][t][j] += part[j];
+            }
+          }
+        }
+      }
+      step += kWarps;
+      while (step >= num_steps) step -= num_steps;
+    }
+
+    // The warps' sums, and from there to y, or to where the last block of this tile finds them. The other buffer is free
+    // for the next tile when all have come to its barrier.
+    const int first = tile * num_steps, first_block = block_of(first);
+    const int others = block_of(first + num_steps - 1) - first_block;
+    const bool is_second = begin_of(first_block) < first;  // the first block has a part of another tile before this
+    const auto part_of = [&](int block) {
+      return partials + (2 * block + (block == first_block && is_second)) * static_cast<index_t>(kTokens * kRows);
+    };
+    const int first_out = tile * kOuts;
+    const auto finish = [&](int token, int out, auto sum_of) {
+      if (first_out + out >= size || token >= num_tokens) return;
+      const auto number_of = [&](int i) {
+        float z = static_cast<float>(sum_of(i));
+        const int row = row_of(first_out, i);
+        if constexpr (!kBlocks)
+          z = z * (kOwn ? own_scales[token] : x_scale[token]) * w_scale[row * w_scale_step];
+        return bias == nullptr ? z : z + to_float(bias[row]);
+      };
+      float z = number_of(kGated ? out / 8 * 16 + out % 8 : out);
+      if constexpr (kGated) {
+        const float up = number_of(out / 8 * 16 + out % 8 + 8);
+        z = activation<kActivation>(to_float(from_float<T>(z))) * to_float(from_float<T>(up));
+      }
+      y[static_cast<index_t>(token) * size + first_out + out] = from_float<Y>(z);
+    };
+    Sum* const here = parts + buffer * kWarps * kTokens * kPitch;
+    buffer ^= 1;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int t = 0; t < kTokenTiles; ++t)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          here[(warp * kTokens + 8 * t + 2 * pair + j % 2) * kPitch + 16 * i + group + j / 2 * 8] = sums[i][t][j];
+          sums[i][t][j] = 0;
+        }
+    __syncthreads();
+    const auto sum_of_warps = [&](int token, int row) {
+      Sum sum = 0;
+#pragma unroll
+      for (int other = 0; other < kWarps; ++other) sum += here[(other * kTokens + token) * kPitch + row];
+      return sum;
+    };
+    if (others == 0) {
+      for (int i = threadIdx.x; i < min(kTokens, num_tokens) * kOuts; i += kThreads)
+        finish(i / kOuts, i % kOuts, [&](int row) { return sum_of_warps(i / kOuts, row); });
+      continue;
+    }
+    for (int i = threadIdx.x; i < min(kTokens, num_tokens) * kRows; i += kThreads)
+      part_of(blockIdx.x)[i] = sum_of_warps(i / kRows, i % kRows);
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) *before = atomicInc(counters + first_block, others);  // the last one brings it back to 0
+    __syncthreads();
+    if (static_cast<int>(*before) == others) {
+      __threadfence();
+      for (int i = threadIdx.x; i < min(kTokens, num_tokens) * kOuts; i += kThreads)
+        finish(i / kOuts, i % kOuts, [&](int row) {
+          Sum sum = 0;
+          for (int other = 0; other <= others; ++other)
+            sum += __ldcg(part_of(first_block + other) + i / kOuts * kRows + row);
+          return sum;
+        });
+    }
+    __syncthreads();  // before is read by all before it is written again
+  }
+}

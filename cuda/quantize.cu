@@ -5,14 +5,28 @@
 //            int8 or e4m3, contiguous; scales float32 [num_rows], or [num_rows, ⌈size / kGroup⌉]; fixed [1] float32, which
 //            is the scale of every row then, or null
 // a block    owns a row, and a thread kRounds pieces of 16 bytes of it, which stay in registers between the passes
-// template   F signed char (int8) or e4m3; kGroups whether there are groups; T bf16 or fp16; kRounds 1 to 8
+// template   F signed char (int8) or e4m3; kGroups whether there are groups; T bf16 or fp16; kRounds 1 to 8; kPairs: the
+//            codes of every 16 columns in the order 0, 8, 1, 9 … 7, 15, as linear_w4a8_sm90 reads them; size is a multiple of 16
 // sums       float32, as in cuda/rmsnorm.cu; the norm is not rounded before it is quantized; new_residual is rounded to T
 //            before it is normed; a quotient is rounded to float32, then to the code
 // launcher   grid = num_rows, block = whole warps, at most 512 threads, threads · kRounds · 8 ≥ size; no fixed with groups
 #include "coding.cuh"
 #include "rmsnorm.cuh"
 
-template <typename F, bool kGroups, typename T, int kRounds>
+// Bytes 0 and 1 of low and high by turns.
+__device__ __forceinline__ unsigned interleaved(unsigned low, unsigned high) {
+  return (low & 255u) | (high & 255u) << 8 | (low & 0xff00u) << 8 | (high & 0xff00u) << 16;
+}
+
+// Of a thread's eight codes and those of its neighbour, which has the other half of 16 columns, the eight that it stores.
+__device__ __forceinline__ uint2 paired(uint2 codes) {
+  const bool odd = threadIdx.x % 2 == 1;
+  const unsigned other = __shfl_xor_sync(kAllLanes, odd ? codes.x : codes.y, 1);
+  const unsigned low = odd ? other : codes.x, high = odd ? codes.y : other;
+  return make_uint2(interleaved(low, high), interleaved(low >> 16, high >> 16));
+}
+
+template <typename F, bool kGroups, bool kPairs, typename T, int kRounds>
 __device__ __forceinline__ void quantize_row(const Row<T, kRounds>& x, typename Coded<F>::Bits* codes, float* scales,
                                              const float* fixed, int size) {
   __shared__ unsigned scratch[kMaxWarps];
@@ -39,7 +53,8 @@ __device__ __forceinline__ void quantize_row(const Row<T, kRounds>& x, typename 
       scale = fixed == nullptr ? scale_of<F>(of_row) : *fixed;
       if (first == 0) *scales = scale;
     }
-    const uint2 both = make_uint2(code4(x[round], scale, F{}), code4(x[round] + 4, scale, F{}));
+    uint2 both = make_uint2(code4(x[round], scale, F{}), code4(x[round] + 4, scale, F{}));
+    if (kPairs) both = paired(both);
     if (aligned && first < size) {
       *reinterpret_cast<uint2*>(codes + first) = both;
       continue;
@@ -51,7 +66,7 @@ __device__ __forceinline__ void quantize_row(const Row<T, kRounds>& x, typename 
   }
 }
 
-template <typename F, bool kGroups, typename T, int kRounds>
+template <typename F, bool kGroups, typename T, int kRounds, bool kPairs>
 __global__ void __launch_bounds__(512)
     quantize(const T* x, typename Coded<F>::Bits* codes, float* scales, const float* fixed, int size, index_t x_stride) {
   dependency_launch();
@@ -60,7 +75,7 @@ __global__ void __launch_bounds__(512)
   Row<T, kRounds> values;
   load_rounds<T, kRounds>(x + row * x_stride, size, values);
   const int num_scales = kGroups ? (size + kGroup - 1) / kGroup : 1;
-  quantize_row<F, kGroups, T, kRounds>(values, codes + row * size, scales + row * num_scales, fixed, size);
+  quantize_row<F, kGroups, kPairs, T, kRounds>(values, codes + row * size, scales + row * num_scales, fixed, size);
 }
 
 template <typename F, bool kGroups, typename T, int kRounds>
@@ -75,7 +90,7 @@ __global__ void __launch_bounds__(512)
   load_rounds<T, kRounds>(x + row * x_stride, size, values);
   norm_row<T, kRounds>(values, weights, size, eps);
   const int num_scales = kGroups ? (size + kGroup - 1) / kGroup : 1;
-  quantize_row<F, kGroups, T, kRounds>(values, codes + row * size, scales + row * num_scales, fixed, size);
+  quantize_row<F, kGroups, false, T, kRounds>(values, codes + row * size, scales + row * num_scales, fixed, size);
 }
 
 // new_residual may be residual itself.
@@ -93,5 +108,5 @@ __global__ void __launch_bounds__(512)
   add_residual<T, kRounds>(values, residual + row * residual_stride, new_residual + row * new_residual_stride, size);
   norm_row<T, kRounds>(values, weights, size, eps);
   const int num_scales = kGroups ? (size + kGroup - 1) / kGroup : 1;
-  quantize_row<F, kGroups, T, kRounds>(values, codes + row * size, scales + row * num_scales, fixed, size);
+  quantize_row<F, kGroups, false, T, kRounds>(values, codes + row * size, scales + row * num_scales, fixed, size);
 }

@@ -15,11 +15,12 @@ Array = Any
 
 INT8, FP8, FP8_BLOCK = "int8", "fp8", "fp8_block"  # kinds of ref.quant.fused
 GROUP = 128  # neighbours of a token with a scale of their own, in fp8_block
+PAIRED = 16  # columns whose codes go together, in pairs
 CODES = {INT8: ("signed char", np.int8), FP8: ("e4m3", np.uint8), FP8_BLOCK: ("e4m3", np.uint8)}
 
 
 def quantize_activations(
-    x: Array, kind: str, *, device: Device, input_scale: Array | None = None
+    x: Array, kind: str, *, device: Device, input_scale: Array | None = None, pairs: bool = False
 ) -> tuple[Array, Array]:
     """Codes and scales: x [num_tokens, n] → (int8 or uint8 [num_tokens, n], float32 [num_tokens]).
 
@@ -27,10 +28,15 @@ def quantize_activations(
 
     Args:
         input_scale: float32 [1], of the checkpoint; the scale of every token then. None: found anew for each.
+        pairs: the codes of every 16 columns in the order 0, 8, 1, 9 … 7, 15, as linear_w4a8_sm90 reads them; n is a
+            multiple of 16 then.
     """
     kernel = "quantize"
+    if pairs and x.shape[1] % PAIRED:
+        raise KernelError(f"{kernel}: {x.shape[1]} columns in pairs; expected a multiple of {PAIRED}")
     codes, scales = _answer(kernel, x, kind, input_scale, device)
-    _launch(kernel, x, kind, (x, codes, scales, input_scale, np.int32(x.shape[1]), stride(x)), device)
+    arguments = (x, codes, scales, input_scale, np.int32(x.shape[1]), stride(x))
+    _launch(kernel, x, kind, arguments, device, ", true" if pairs else ", false")
     return codes, scales
 
 
@@ -81,7 +87,7 @@ def _answer(kernel: str, x: Array, kind: str, input_scale: Array | None, device:
     return device.empty(x.shape, CODES[kind][1]), device.empty(shape, np.float32)
 
 
-def _launch(kernel: str, x: Array, kind: str, arguments: tuple[Argument, ...], device: Device) -> None:
+def _launch(kernel: str, x: Array, kind: str, arguments: tuple[Argument, ...], device: Device, more: str = "") -> None:
     storage = type_name(kernel, "x", x)
     if storage == "float":
         raise KernelError(f"{kernel}: x is float32; expected bfloat16 or float16")
@@ -89,5 +95,5 @@ def _launch(kernel: str, x: Array, kind: str, arguments: tuple[Argument, ...], d
         return
     threads, rounds = row_shape(kernel, x)
     groups = "true" if kind == FP8_BLOCK else "false"
-    entry = f"{kernel}<{CODES[kind][0]}, {groups}, {storage}, {rounds}>"
+    entry = f"{kernel}<{CODES[kind][0]}, {groups}, {storage}, {rounds}{more}>"
     device.launch(Instance("quantize", entry), (x.shape[0],), (threads,), arguments)

@@ -50,10 +50,10 @@ def linear_w8_many(x: Array, x_scale: Array | None, weight: LinearWeight, *, dev
         _scaled(_sums(x, weight.tensors["weight"], device), x_scale, weight, y, device)
         return y
     number = ml_dtypes.bfloat16 if y.dtype == np.float32 else y.dtype
-    numbers = x if x_scale is None else _numbers(x, x_scale, (1, BLOCK), number, device)
+    numbers = x if x_scale is None else dequantized(x, x_scale, (1, BLOCK), number, device)
     scale_rows = BLOCK if scale.ndim == 2 else ceil_div(weight.out_features, scale.shape[0])
     scale_columns = BLOCK if scale.ndim == 2 else ceil_div(weight.in_features, BLOCK) * BLOCK
-    stored = _numbers(weight.tensors["weight"], scale, (scale_rows, scale_columns), numbers.dtype, device)
+    stored = dequantized(weight.tensors["weight"], scale, (scale_rows, scale_columns), numbers.dtype, device)
     device.matmul(numbers, stored, y)
     if weight.bias is not None:
         y += weight.bias
@@ -133,7 +133,7 @@ def _sums(x: Array, weight: Array, device: Device) -> Array:
         device.matmul(x, weight, sums)
         return sums
     sums = device.empty(shape, np.float32)
-    x, weight = (_numbers(codes, None, (1, STEP), ml_dtypes.bfloat16, device) for codes in (x, weight))
+    x, weight = (dequantized(codes, None, (1, STEP), ml_dtypes.bfloat16, device) for codes in (x, weight))
     device.matmul(x, weight, sums)
     return sums
 
@@ -151,7 +151,7 @@ def _scaled(sums: Array, x_scale: Array, weight: LinearWeight, y: Array, device:
     )
 
 
-def _numbers(codes: Array, scale: Array | None, per_scale: tuple[int, int], dtype: Any, device: Device) -> Array:
+def dequantized(codes: Array, scale: Array | None, per_scale: tuple[int, int], dtype: Any, device: Device) -> Array:
     """codes · scale in dtype, [rows, size]; a scale holds for so many rows and columns."""
     kernel = "linear_w8_dequantize"
     y = device.empty(codes.shape, dtype)

@@ -91,7 +91,7 @@ __device__ __forceinline__ void quantize_tokens(const T* x, index_t x_stride, co
 
 template <typename F, typename X, typename T, typename Y, Activation kActivation, bool kBlocks, int kRowTiles,
           int kTokenTiles, int kWarps, int kStages>
-__global__ void __launch_bounds__(32 * kWarps, kWarps <= 8 ? 2 : 1)
+__global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16 / kWarps : 1)
     linear_w8(const X* x, const float* x_scale, const typename Coded<F>::Bits* __restrict__ weight,
               const float* __restrict__ w_scale, const T* __restrict__ bias, Y* y, typename Coded<F>::Sum* partials,
               unsigned* counters, int num_tokens, int out_features, int in_features, int w_scale_step, int unit,

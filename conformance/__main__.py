@@ -197,7 +197,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         default="",
         help="of --target host: watch every launch (slow: give --op or --case too)",
     )
-    parser.add_argument("--quick", action="store_true", help="a few cases of every op, each run once, on a GPU in memory of its own: for a sanitizer")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a few cases of every op, each run once, arrays of a GPU apart: for a sanitizer",
+    )
     parser.add_argument(
         "--arch", metavar="sm_80", help="of --target gpu: the kernels of this older kind of GPU, as it would run them"
     )

@@ -1,5 +1,5 @@
 // op         linear, defined by ref/linear.py, and gate_up_act of ref/activation.py in one; for few tokens:
-//            cuda/linear_tiles.cu is for more
+//            linear_tiles_sm90.cu is for more
 // maths      z[m, n] = Σ_k x[m, k] · weight[n, k] (+ bias[n]); y = z, or with a gate y[m, n] = f(z[m, n]) · z[m, size + n]
 //            with size = out_features / 2
 // tensors    x [num_tokens, in_features] T, rows x_stride apart; weight [out_features, in_features] T; bias

@@ -1,5 +1,5 @@
-// op         linear, defined by ref/linear.py, and gate_up_act of ref/activation.py in one, of many tokens; a twin of
-//            linear_tiles.cu for sm_90a
+// op         linear, defined by ref/linear.py, and gate_up_act of ref/activation.py in one, of many tokens
+//            (for fewer: linear_tiles_sm90.cu)
 // maths      z[m, n] = Σ_k x[m, k] · weight[n, k]; y[m, n] = f(z[m, n]) · z[m, size + n]
 // tensors    x [num_tokens, in_features] T by x_map in boxes of 128 rows and 64 numbers, weight [2 · size, in_features] T
 //            by weight_map in the same; y [num_tokens, size] T. size is a multiple of 8

@@ -1,8 +1,10 @@
-// op         linear, defined by ref/linear.py, and gate_up_act of ref/activation.py in one; the twin of linear_tiles.cu for
-//            sm_90a
+// op         linear, defined by ref/linear.py, and gate_up_act of ref/activation.py in one; for some tens of
+//            tokens: linear.cu is for fewer
 // maths      z[m, n] = Σ_k x[m, k] · weight[n, k] (+ bias[n]); y = z, or with a gate y[m, n] = f(z[m, n]) · z[m, size + n]
 //            with size = out_features / 2
-// tensors    as those of linear_tiles.cu, without partials and counters
+// tensors    x [num_tokens, in_features] T, rows x_stride apart; weight [out_features, in_features] T; bias
+//            [out_features] T or null; y [num_tokens, out_features or size] Y. in_features and x_stride are multiples of
+//            8, x and weight at multiples of 16 bytes
 // a block    owns kRows rows of the weight (half of them gates, if there are any), kTokens tokens and one of kSplits parts
 //            of in_features, which it takes in steps of 64: kStages − 2 of them are on the way through shared memory, two
 //            are with the tensor cores. A warpgroup has 64 rows and all tokens. The splits of a tile are a cluster, of

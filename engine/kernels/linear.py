@@ -1,12 +1,12 @@
 """Dense linear layers on a GPU: kernels of ours for few tokens, the vendor's library for many. Defined by ref.linear.
 
-cuda/linear.cu streams the weights straight into registers; cuda/linear_tiles.cu, and on Hopper linear_tiles_sm90.cu,
-take them and the tokens through shared memory. Which of them, with which sizes, is a table of measurements (CHOICES).
+cuda/linear.cu streams the weights straight into registers; on Hopper linear_tiles_sm90.cu takes them and the tokens
+through shared memory. Which of them, with which sizes, is a table of measurements (CHOICES).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,8 @@ from engine.weights import LinearWeight
 Array = Any
 
 SKINNY_ROWS, SKINNY_TOKENS = 16, 8  # of a tile of linear_skinny
-STEP_BYTES = 128  # of a row in a step of linear_tiles
+STEP_BYTES = 128  # of a row in a step of linear_tiles_sm90
 STEP = 64  # numbers in them
-MIN_STAGES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,39 +35,6 @@ class Skinny:
     row_tiles: int
     ahead: int
     warps: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Sizes of linear_tiles (cuda/linear_tiles.cu)."""
-
-    token_tiles: int
-    row_tiles: int
-    token_warps: int
-    row_warps: int
-    stages: int
-    blocks_per_sm: int = 1
-
-    @property
-    def tokens(self) -> int:
-        return 16 * self.token_tiles * self.token_warps
-
-    @property
-    def rows(self) -> int:
-        return 16 * self.row_tiles * self.row_warps
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.token_warps * self.row_warps
-
-    @property
-    def shared_bytes(self) -> int:
-        """Without the tile of y."""
-        return self.stages * (self.tokens + self.rows) * STEP_BYTES
-
-    @property
-    def template(self) -> tuple[int, ...]:
-        return self.token_tiles, self.row_tiles, self.token_warps, self.row_warps, self.stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +62,7 @@ class Wgmma:
         return self.tokens, self.groups, self.stages
 
 
-Choice = Skinny | Tiles | Wgmma | None  # None: the vendor's library
+Choice = Skinny | Wgmma | None  # None: the vendor's library
 
 ANY = float("inf")
 
@@ -122,7 +88,6 @@ CHOICES: Choices = (
     (32, 1280, Wgmma(64, 1, 10)),
     (32, 4000, None),
     (32, ANY, Wgmma(64, 4, 5)),
-    (32, ANY, Tiles(2, 2, 1, 4, 4, blocks_per_sm=2)),
     (64, 640, None),
     (64, 1280, Wgmma(64, 1, 10)),
     (64, 4000, None),
@@ -207,7 +172,7 @@ def _check(kernel: str, x: Array, weight: LinearWeight) -> None:
 
 
 def choose(x: Array, out_features: int, device: Device, choices: Choices = CHOICES) -> Choice:
-    """The line of choices that holds, with as many stages as this GPU's blocks have shared memory for.
+    """The line of choices that holds.
 
     None too for what our kernels cannot read: float32, or rows of x that are not all at multiples of 16 bytes.
     """
@@ -218,21 +183,12 @@ def choose(x: Array, out_features: int, device: Device, choices: Choices = CHOIC
         if isinstance(choice, Wgmma) and not device.has_wgmma:
             continue
         if x.shape[0] <= most_tokens and size <= most_size:
-            return fitting(choice, device.max_shared_bytes) if isinstance(choice, Tiles) else choice
+            return choice
     return None
 
 
-def fitting(tiles: Tiles, max_shared_bytes: int) -> Tiles:
-    """With fewer stages, and where that is not enough with fewer rows, if a block has too little shared memory."""
-    tile_of_y = tiles.tokens * (4 * tiles.rows + 16) + 16  # in float32
-    stages = (max_shared_bytes - tile_of_y) // (tiles.shared_bytes // tiles.stages)
-    if stages < MIN_STAGES:
-        return fitting(replace(tiles, row_warps=tiles.row_warps // 2), max_shared_bytes)
-    return replace(tiles, stages=min(tiles.stages, stages))
-
-
 def launch(
-    choice: Skinny | Tiles | Wgmma,
+    choice: Skinny | Wgmma,
     x: Array,
     weight: Array,
     bias: Array | None,
@@ -263,17 +219,6 @@ def launch(
         return
     blocks = (ceil_div(num_tokens, choice.tokens), ceil_div(out_features, choice.rows))
     steps = ceil_div(in_features, STEP)
-    if isinstance(choice, Tiles):
-        num_blocks = min(choice.blocks_per_sm * device.num_sms, blocks[0] * blocks[1] * steps)
-        partials = device.empty((num_blocks, 2, choice.tokens * choice.rows), np.float32)
-        device.launch(
-            Instance("linear_tiles", f"linear_tiles<{types}, {', '.join(map(str, choice.template))}>"),
-            (num_blocks,),
-            (choice.threads,),
-            [x, weight, bias, y, partials, device.counters, *sizes],
-            shared_bytes=choice.shared_bytes + choice.tokens * (choice.rows * y.itemsize + 16) + 16,
-        )
-        return
     splits = _splits(choice, blocks[0] * blocks[1], steps, device)
     device.launch(
         Instance("linear_tiles_sm90", f"linear_tiles_sm90<{types}, {', '.join(map(str, choice.template))}, {splits}>"),

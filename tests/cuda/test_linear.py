@@ -1,4 +1,4 @@
-"""Both linear kernels against ref, in shapes that fill no tile, and planted faults that these cases must see."""
+"""The linear kernel against ref, in shapes that fill no tile, and planted faults that these cases must see."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from conformance.compare import compare
-from conformance.host import MAX_SHARED_BYTES, KernelFault
+from conformance.host import KernelFault
 from conformance.host_build import CUDA
 from conformance.host_device import HostDevice
 from conformance.memory import DTYPES
@@ -25,10 +25,8 @@ from engine.kernels.device import Instance
 from engine.kernels.linear import (
     CHOICES,
     GATED_CHOICES,
-    MIN_STAGES,
     Choices,
     Skinny,
-    Tiles,
     Wgmma,
     choose,
     launch,
@@ -42,14 +40,9 @@ from ref.linear import linear as ref_linear
 from ref.numerics import round_to
 
 Array = NDArray[Any]
-Choice = Skinny | Tiles
 
 SKINNY = Skinny(1, 2, 2)
 WIDE_SKINNY = Skinny(2, 1, 3)
-TILES = Tiles(1, 1, 1, 2, 3)  # 16 tokens by 32 rows
-SPLIT = Tiles(1, 1, 1, 2, 3, blocks_per_sm=4)  # the same instance, with more blocks that share a tile
-WIDE_TILES = Tiles(2, 2, 2, 2, 3, blocks_per_sm=2)  # 64 tokens by 64 rows
-CHOSEN_TILES = Tiles(2, 2, 1, 4, 4, blocks_per_sm=2)  # 32 tokens by 128 rows: of CHOICES
 ORDERS = (("in_step", 0), ("greedy", 0), ("random", 1))
 
 
@@ -62,18 +55,11 @@ class Shape:
 
 
 FEW = tuple(Shape(m, 17 + m, 8 * m, bias=m % 2 == 0) for m in range(1, 9))
-SOME = (*(Shape(m, 33, 8 * m + 400, bias=m % 2 == 1) for m in range(9, 18)), Shape(33, 70, 200, True))
-MANY = (Shape(64, 64, 576), Shape(64, 150, 584), Shape(100, 66, 584, True), Shape(128, 31, 136, True))
-LONG = (Shape(5, 36, 1048, True), Shape(17, 40, 1032), Shape(2, 7, 640))  # several splits
+SOME = tuple(Shape(m, 33, 8 * m + 400, bias=m % 2 == 1) for m in range(9, 18))
 RUNS = {
-    "skinny": (SKINNY, "bfloat16", (*FEW, *SOME[:-1])),
+    "skinny": (SKINNY, "bfloat16", (*FEW, *SOME)),
     "skinny-float16": (SKINNY, "float16", (Shape(8, 40, 72, True), Shape(3, 16, 264))),
     "wide-skinny": (WIDE_SKINNY, "bfloat16", (Shape(1, 32, 8), Shape(7, 65, 1000, True))),
-    "tiles": (TILES, "bfloat16", (*FEW[::3], *SOME)),
-    "tiles-float16": (TILES, "float16", (Shape(17, 31, 72, True),)),
-    "split": (SPLIT, "bfloat16", LONG),
-    "wide-tiles": (WIDE_TILES, "bfloat16", MANY),
-    "chosen-tiles": (CHOSEN_TILES, "bfloat16", (Shape(32, 300, 584, True),)),
 }
 
 
@@ -107,7 +93,7 @@ def in_type(dtype: Any, x: Array, weight: Array, bias: Array | None) -> Array:
     return ref_linear(x.astype(dtype), weight.astype(dtype), None if bias is None else bias.astype(dtype))
 
 
-def run(on: HostDevice, choice: Choice, x: Array, weight: Array, bias: Array | None, dtype: Any = None) -> Array:
+def run(on: HostDevice, choice: Skinny, x: Array, weight: Array, bias: Array | None, dtype: Any = None) -> Array:
     y = np.full((len(x) + 2, len(weight)), np.nan, dtype or x.dtype)  # two rows more, which must stay as they are
     launch(choice, x, weight, bias, y[1:-1], on)
     assert np.isnan(y[[0, -1]].astype(np.float32)).all(), "wrote outside y"
@@ -115,7 +101,7 @@ def run(on: HostDevice, choice: Choice, x: Array, weight: Array, bias: Array | N
     return y[1:-1]
 
 
-def problems(on: HostDevice, choice: Choice, shape: Shape, storage: str) -> list[str]:
+def problems(on: HostDevice, choice: Skinny, shape: Shape, storage: str) -> list[str]:
     """What is wrong with normal numbers, within the tolerance, and with integers, to the bit."""
     given = normal(shape, storage)
     actual = run(on, choice, **given).astype(np.float32)
@@ -128,48 +114,30 @@ def problems(on: HostDevice, choice: Choice, shape: Shape, storage: str) -> list
 
 
 @pytest.mark.parametrize(("choice", "storage", "shapes"), RUNS.values(), ids=RUNS)
-def test_against_ref(choice: Choice, storage: str, shapes: Sequence[Shape]) -> None:
+def test_against_ref(choice: Skinny, storage: str, shapes: Sequence[Shape]) -> None:
     for number, shape in enumerate(shapes):
         assert problems(device(ORDERS[number % len(ORDERS)]), choice, shape, storage) == []
 
 
-@pytest.mark.parametrize("choice", [SKINNY, TILES], ids=["skinny", "tiles"])
-def test_float32_out(choice: Choice) -> None:
+def test_float32_out() -> None:
     """Logits: float32 sums of 16-bit products, rounded to nothing."""
     given = normal(Shape(7, 45, 136, bias=True), "bfloat16")
-    actual = run(device(), choice, **given, dtype=np.float32)
+    actual = run(device(), SKINNY, **given, dtype=np.float32)
     truth, yardstick = in_type(np.float64, **given), in_type(np.float32, **given)
     assert compare(actual, truth, yardstick, RULE, "float32").problem == ""
 
 
-def test_the_last_split_adds_up_in_one_order() -> None:
-    """Whichever block of a tile comes last, the bits are the same."""
-    given = normal(LONG[0], "bfloat16")
-    first = run(device(), SPLIT, **given, dtype=np.float32)
-    for seed in range(4):
-        assert np.array_equal(run(device(("random", seed)), SPLIT, **given, dtype=np.float32), first)
-
-
-@pytest.mark.parametrize("choice", [SKINNY, SPLIT], ids=["skinny", "split"])
-def test_nothing_outside_is_touched(choice: Choice) -> None:
+def test_nothing_outside_is_touched() -> None:
     """Under AddressSanitizer."""
-    assert problems(device(sanitizer="address"), choice, Shape(5, 35, 648, bias=True), "bfloat16") == []
+    assert problems(device(sanitizer="address"), SKINNY, Shape(5, 35, 648, bias=True), "bfloat16") == []
 
 
 @pytest.mark.parametrize("num_tokens", [1, 8, 9, 16, 17, 33, 64, 100, 128])
 @pytest.mark.parametrize("out_features", [96, 4096, 28672, 128256])
 def test_choices_fit_the_smallest_gpus(num_tokens: int, out_features: int) -> None:
-    """KRN: what is chosen for a block with 99 KiB of shared memory keeps to it, and takes all tokens."""
-    on = Notes(num_sms=84, max_shared_bytes=MAX_SHARED_BYTES)
-    choice = choose(np.empty((num_tokens, 64), DTYPES["bfloat16"]), out_features, on)
-    if isinstance(choice, Tiles):
-        assert choice.shared_bytes <= MAX_SHARED_BYTES
-        assert choice.stages >= MIN_STAGES
-        copied_rows = choice.threads // 8
-        assert choice.tokens % copied_rows == choice.rows % copied_rows == 0
-    elif isinstance(choice, Skinny):
-        assert num_tokens <= 32
-        assert choice.warps <= 32
+    """KRN: what is chosen for GPUs that are not Hopper takes all tokens, in blocks that they can run."""
+    choice = choose(np.empty((num_tokens, 64), DTYPES["bfloat16"]), out_features, Notes(num_sms=84))
+    assert choice is None or (isinstance(choice, Skinny) and num_tokens <= 32 and choice.warps <= 32)
 
 
 def test_what_only_hopper_has() -> None:
@@ -231,13 +199,11 @@ def test_no_tokens() -> None:
 GATED = {  # 8 · an odd number of features, and none of 8
     "skinny": (SKINNY, Shape(5, 2 * 40, 104, bias=True), "kSilu"),
     "wide-skinny": (WIDE_SKINNY, Shape(7, 2 * 27, 264), "kGeluTanh"),
-    "tiles": (TILES, Shape(17, 2 * 29, 72, bias=True), "kSilu"),
-    "split": (SPLIT, Shape(6, 2 * 24, 712), "kSilu"),
 }
 
 
 @pytest.mark.parametrize(("choice", "shape", "activation"), GATED.values(), ids=GATED)
-def test_gated_is_linear_and_then_the_activation(choice: Choice, shape: Shape, activation: str) -> None:
+def test_gated_is_linear_and_then_the_activation(choice: Skinny, shape: Shape, activation: str) -> None:
     given = normal(shape, "bfloat16")
     names = {"kSilu": "silu", "kGeluTanh": "gelu_new"}
     expected = gate_up_act(run(device(), choice, **given), names[activation], device=device())
@@ -269,62 +235,33 @@ def test_wrong_arguments() -> None:
         logits(np.repeat(x, 2, axis=1)[:, ::2], weight, device=device())
 
 
-MUTANTS = {  # fault: the file, text found once in it, what replaces it
-    "a warp's last step lost": ("linear", "kWarps - 1 - warp) / kWarps", "0 - warp) / kWarps"),
-    "x read behind its row": ("linear", "= k < in_features ? load16", "= k < in_features + 8 ? load16"),
-    "x of another step": ("linear", "(first + u + kAhead, v[u])", "(first + u + kAhead, v[kAhead - 1 - u])"),
-    "warps added up too early": ("linear", "  __syncthreads();\n", ""),
-    "a warp's sums lost": ("linear", "other < kWarps; ++other", "other < kWarps - 1; ++other"),
-    "bias of another row": ("linear", "bias[row_of(row)]", "bias[row]"),
-    "numbers of a step swapped": ("linear", "{v[u][t].z, v[u][t].w}", "{v[u][t].w, v[u][t].z}"),
-    "rows behind the last written": ("linear", "first_row + out >= size || ", ""),
-    "rounded before the bias": ("linear", "? sum : sum +", "? sum : to_float(from_float<T>(sum)) +"),
-    "stage used before it has come": ("linear_tiles", "cp_async_wait<kStages - 2>", "cp_async_wait<kStages - 1>"),
-    "stage overwritten while in use": ("linear_tiles", "    __syncthreads();               // for", "    // for"),
-    "stage of another step": ("linear_tiles", "next = at + kStages - 1;", "next = at + kStages;"),
-    "pieces of the weight swapped": ("linear_tiles", "w_piece = lane / 8 % 2", "w_piece = 1 - lane / 8 % 2"),
-    "swizzled otherwise when read": (
-        "linear_tiles",
-        "place(x_row + 16 * tokens, k + x_piece)",
-        "place(x_row, k + x_piece + 1)",
-    ),
-    "x used before it has come": ("linear_tiles", "  cp_async_wait<0>();\n", ""),
-    "x of the first step for all blocks": (
-        "linear_tiles",
-        "  next_tile = tile, next_step = step;\n#",
-        "  next_step = 0;\n#",
-    ),
-    "first part lost": ("linear_tiles", "for (int other = 0; other <=", "for (int other = 1; other <="),
-    "last part lost": ("linear_tiles", "other <= others; ++other", "other < others; ++other"),
-    "added up by the first that comes": ("linear_tiles", "(*before) == others;", "(*before) == 0;"),
-    "counter not brought back": ("linear_tiles", "first_block, others);", "first_block, others + 1);"),
-    "two parts of a block in one place": ("linear_tiles", "= begin_of(first_block) < first;", "= false;"),
-    "sums of the tile before kept": (
-        "linear_tiles",
-        "sum[3] = 0.0f;\n    }\n  }\n}",
-        "sum[3] = sum[0];\n    }\n  }\n}",
-    ),
-    "tile not seen to be shared": ("linear_tiles", "at + 1 - begin < num_steps || step", "step"),
-    "y read before it is there": ("linear_tiles", "      __syncthreads();\n      const bool", "      const bool"),
-    "tokens behind the last written": ("linear_tiles", "first_token + token >= num_tokens || ", ""),
+MUTANTS = {  # fault: text found once in cuda/linear.cu, what replaces it
+    "a warp's last step lost": ("kWarps - 1 - warp) / kWarps", "0 - warp) / kWarps"),
+    "x read behind its row": ("= k < in_features ? load16", "= k < in_features + 8 ? load16"),
+    "x of another step": ("(first + u + kAhead, v[u])", "(first + u + kAhead, v[kAhead - 1 - u])"),
+    "warps added up too early": ("  __syncthreads();\n", ""),
+    "a warp's sums lost": ("other < kWarps; ++other", "other < kWarps - 1; ++other"),
+    "bias of another row": ("bias[row_of(row)]", "bias[row]"),
+    "numbers of a step swapped": ("{v[u][t].z, v[u][t].w}", "{v[u][t].w, v[u][t].z}"),
+    "rows behind the last written": ("first_row + out >= size || ", ""),
+    "rounded before the bias": ("? sum : sum +", "? sum : to_float(from_float<T>(sum)) +"),
 }
 
 
 @pytest.mark.parametrize("fault", MUTANTS)
 def test_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
-    stem, text, replacement = MUTANTS[fault]
-    source = (CUDA / f"{stem}.cu").read_text("utf-8")
+    text, replacement = MUTANTS[fault]
+    source = (CUDA / "linear.cu").read_text("utf-8")
     assert source.count(text) == 1
     shutil.copytree(CUDA / "include", tmp_path / "include")
     (tmp_path / "host").symlink_to(CUDA / "host")
-    (tmp_path / f"{stem}.cu").write_text(source.replace(text, replacement), "utf-8")
+    (tmp_path / "linear.cu").write_text(source.replace(text, replacement), "utf-8")
     for order in ORDERS:
         mutated = HostDevice(*order, sanitizer="address" if "behind" in fault else "", folder=tmp_path)
-        for choice in (SKINNY,) if stem == "linear" else (SPLIT, TILES):
-            try:
-                seen = problems(mutated, choice, Shape(5, 75, 1016, True), "bfloat16")
-            except (KernelFault, AssertionError):
-                return
-            if seen:
-                return
+        try:
+            seen = problems(mutated, SKINNY, Shape(5, 75, 1016, True), "bfloat16")
+        except (KernelFault, AssertionError):
+            return
+        if seen:
+            return
     pytest.fail(f"nothing noticed: {fault}")

@@ -29,7 +29,7 @@ SHARED = {  # header that many include → whose cases must find its mutants, in
     "include/ranked_row.cuh": ("sampling", "sampling_logprobs", "sampling_edits"),
     "include/reduce.cuh": ("rmsnorm", "rope"),
     "include/row.cuh": ("rmsnorm", "layernorm"),
-    "include/vec.cuh": ("rmsnorm", "embedding", "linear_tiles", "sampling"),
+    "include/vec.cuh": ("rmsnorm", "embedding", "linear", "sampling"),
 }
 
 
@@ -128,22 +128,20 @@ def _sampling_tests(stem: str, folder: Path) -> str:
 def _linear_tests(stem: str, folder: Path) -> str:
     """Of test_linear, in the same way."""
     test_linear.HostDevice = partial(HostDevice, folder=folder)  # type: ignore[misc]
-    is_of_stem = {"linear": test_linear.Skinny, "linear_tiles": test_linear.Tiles}[stem].__instancecheck__
-    for choice, storage, shapes in filter(lambda run: is_of_stem(run[0]), test_linear.RUNS.values()):
+    for choice, storage, shapes in test_linear.RUNS.values():
         for shape in shapes:
             for order in test_linear.ORDERS:
                 if problems := test_linear.problems(test_linear.device(order), choice, shape, storage):
                     return problems[0]
-    for choice, gated, activation in filter(lambda run: is_of_stem(run[0]), test_linear.GATED.values()):
+    for choice, gated, activation in test_linear.GATED.values():
         test_linear.test_gated_is_linear_and_then_the_activation(choice, gated, activation)
-    test_linear.test_float32_out(test_linear.SKINNY if stem == "linear" else test_linear.TILES)
-    test_linear.test_nothing_outside_is_touched(test_linear.SKINNY if stem == "linear" else test_linear.SPLIT)
+    test_linear.test_float32_out()
+    test_linear.test_nothing_outside_is_touched()
     return ""
 
 
 MORE: dict[str, Callable[[str, Path], str]] = {  # they may raise AssertionError or KernelFault instead
     "linear": _linear_tests,
-    "linear_tiles": _linear_tests,
     "sampling": _sampling_tests,
     "sampling_edits": _sampling_tests,
     "sampling_logprobs": _sampling_tests,

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from conformance.bench import rows_attention, rows_linear, rows_sampling, rows_tokens
+from conformance.bench import rows_attention, rows_linear, rows_linear_w4, rows_linear_w8_many, rows_sampling, rows_tokens
 from conformance.bench.measure import Rivals, kernels_of_rows, measure
 from conformance.bench.place import Place
 from conformance.bench.readme import tables, with_tables
@@ -40,6 +40,8 @@ def all_rows() -> list[Row]:
     return [
         *rows_attention.rows(),
         *rows_linear.rows(),
+        *rows_linear_w4.rows(),
+        *rows_linear_w8_many.rows(),
         *rows_sampling.rows(),
         *rows_tokens.rows(),
     ]

@@ -20,7 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from conformance.bench import rows_attention, rows_linear, rows_linear_w4, rows_linear_w8_many, rows_sampling, rows_tokens
+from conformance.bench import (
+    rows_attention,
+    rows_linear,
+    rows_linear_w4,
+    rows_linear_w8_many,
+    rows_sampling,
+    rows_tokens,
+)
 from conformance.bench.measure import Rivals, kernels_of_rows, measure
 from conformance.bench.place import Place
 from conformance.bench.readme import tables, with_tables

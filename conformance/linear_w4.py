@@ -46,6 +46,7 @@ SHAPES = {
     "sixteen-tokens": Shape(16, 256, 64, 64),
     "seventeen-tokens": Shape(17, 256, 104, 128, bias=True),
     "splits": Shape(6, 1664, 64, 128, zeros=True),  # of a kernel: in_features shared by several blocks
+    "long": Shape(2, 12288, 64, 128, zeros=True),  # more of a block's steps than are ever under way
     "splits-32": Shape(30, 1152, 128, 32, zeros=True),
     "forty-tokens": Shape(40, 256, 72, 128),
     "many-tokens": Shape(100, 384, 136, 128, zeros=True, bias=True),

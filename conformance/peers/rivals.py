@@ -34,7 +34,7 @@ def rivals(op: str, inputs: Mapping[str, Any], stream: int) -> dict[str, Launch]
         return _attention(**inputs)
     if op == "sampling":
         return {"torch": partial(_sampling, **{**inputs, "logits": tensor(inputs["logits"])})}
-    if op not in TORCH:
+    if op not in TORCH or not inputs:
         return {}
     arguments = {name: tensor(value) if hasattr(value, "dtype") else value for name, value in inputs.items()}
     found: dict[str, Launch] = {"torch": partial(TORCH[op], **arguments)}

@@ -16,7 +16,7 @@ import pytest
 from conformance.bench import __main__ as command
 from conformance.bench import measure as measuring
 from conformance.bench import place as place_module
-from conformance.bench import rows_attention, rows_linear, rows_sampling, rows_tokens, table
+from conformance.bench import rows_attention, rows_linear, rows_linear_w4, rows_sampling, rows_tokens, table
 from conformance.bench.measure import kernels_of_rows, measure, num_calls, num_passes
 from conformance.bench.place import Place
 from conformance.bench.readme import ROOT, engine_table, foreign_table, kernel_table, tables, with_tables
@@ -67,6 +67,8 @@ def small_rows() -> list[Row]:
         rows_linear.linear_row("qkv", 3, 96, 64),
         rows_linear.linear_row("lm_head", 3, 96, 64),
         rows_linear.gated_row(3, 96, 64),
+        rows_linear_w4.row("o", 3, 128, 256, True),
+        rows_linear_w4.row("gate_up", 2, 192, 128, False),
         *rows_sampling.rows(3, 1000),
         *rows_tokens.rows_of(5, 64, 96, 50, 4),
     ]
@@ -99,6 +101,8 @@ def cpu_place(ops: OpTable | None = None) -> Place:
         ("act", "tokens=64", (1835008, 1835008, 0)),
         ("kv_cache_write", "tokens=64", (262144 + 256, 262144, 0)),
         ("logn_query", "tokens=64", (524288 + 256, 524288, 0)),
+        ("linear", "w4-8b-o-4096x4096-tokens=4", (8388608 + 262144 + 32768, 32768, 134217728)),
+        ("linear", "w4-zeros-8b-o-4096x4096-tokens=1", (8388608 + 262144 + 131072 + 8192, 8192, 33554432)),
         ("linear_gate_up_act", "gate_up-28672x4096-tokens=8", (234881024 + 65536, 229376, 1879048192)),
     ],
 )

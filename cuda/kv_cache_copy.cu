@@ -3,7 +3,7 @@
 // k_from, v_from [num_from, size] T, k_to, v_to [num_to, size] T, contiguous, size = block_size · n_kv_heads · head_dim;
 //   either may be a cache of this GPU or lie in pinned memory of the host; src_blocks, dst_blocks [num_copies] int32.
 // A block of threads owns a piece of a block of keys (blockIdx.z = 0) or values (1), and a thread kPieces · 16 bytes.
-// T: bf16, fp16, float.
+// T: bf16, fp16, float; unsigned char for codes.
 // A copy: nothing is computed or rounded. Where either block is not there nothing is read or written.
 // The launcher: grid = (⌈size / (threads · kPieces · kWidth<T>)⌉, num_copies, 2), any block; no block is both source
 //   and target.

@@ -9,14 +9,24 @@ from typing import Any
 
 import numpy as np
 
+from engine.coded_kv import KVArray
 from engine.errors import KernelError
-from engine.kernels.check import ceil_div, require, require_aligned, require_contiguous, stride, type_name
+from engine.kernels.check import (
+    Parts,
+    cache_pair,
+    ceil_div,
+    require,
+    require_aligned,
+    require_contiguous,
+    stride,
+    type_name,
+)
 from engine.kernels.device import Boxes, Device, Instance
 
 Array = Any
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
-CHUNK = 16  # tokens that a warp of attention_decode takes at once
+CHUNK = 16  # tokens that a warp of attention_decode takes at once; of codes twice as many
 HEADS = 16  # query heads that a block of it takes
 DECODE_WARPS = 4
 HOPPER_TILES = {64: 128, 128: 128, 256: 64}  # tokens of a tile of attention_prefill_sm90, by head_dim
@@ -26,8 +36,8 @@ BLOCKS_PER_SM = 1  # of attention_decode, that a grid is split for: more splits 
 
 def attention_decode(
     q: Array,
-    k_cache: Array,
-    v_cache: Array,
+    k_cache: KVArray,
+    v_cache: KVArray,
     block_table: Array,
     seq_lens: Array,
     sm_scale: float,
@@ -38,7 +48,7 @@ def attention_decode(
 ) -> Array:
     """One query a sequence: q [num_seqs, n_heads, head_dim], a part of larger rows if need be → the same shape.
 
-    k_cache, v_cache [num_blocks, block_size, n_kv_heads, head_dim]; block_table [num_seqs, max_blocks_per_seq] int32;
+    k_cache, v_cache [num_blocks, block_size, n_kv_heads, head_dim], in q's dtype or both as codes; block_table [num_seqs, max_blocks_per_seq] int32;
     seq_lens [num_seqs] int32, 0 gives zeros. window: keys that a query sees, itself included; None: all.
 
     The tokens of a sequence are split over several blocks where sequences and heads alone would not fill the GPU. The
@@ -48,7 +58,8 @@ def attention_decode(
     require(kernel, "q", q, (None, None, None))
     num_seqs, n_heads, head_dim = q.shape
     require(kernel, "seq_lens", seq_lens, (num_seqs,), np.int32)
-    block_size, n_kv_heads = _check(kernel, q, k_cache, v_cache, block_table, seq_lens)
+    keys, values = _check(kernel, q, k_cache, v_cache, block_table, seq_lens)
+    block_size, n_kv_heads = keys[0].shape[1:3]
     out = _output(kernel, q, out, device)
     if not out.size:
         return out
@@ -58,7 +69,8 @@ def attention_decode(
     partial = device.empty((num_seqs, n_heads, num_splits, head_dim), np.float32) if num_splits > 1 else None
     lse = device.empty((num_seqs, n_heads, num_splits), np.float32) if num_splits > 1 else None
     stages = 3 if head_dim <= 128 else 2
-    warp_bytes = max(stages * 4 * CHUNK, 4 * HEADS) * head_dim
+    coded = keys[1] is not None
+    warp_bytes = max(stages * (4 * CHUNK * head_dim + (16 * CHUNK if coded else 0)), 4 * HEADS * head_dim)
     # A block that has an SM for itself takes twice the warps: quicker where it has all tokens of its sequence (16
     # sequences of 8B 5.18 -> 5.05 ms a step) and where few sequences may be long (one of 128k tokens 141 -> 132 µs, of
     # 1024 as quick); with two splits it is slower (8 sequences 4.63 -> 4.69 ms).
@@ -67,10 +79,11 @@ def attention_decode(
     while warps * warp_bytes > device.max_shared_bytes:
         warps //= 2
     type_ = type_name(kernel, "q", q)
-    arguments = [q, k_cache, v_cache, block_table, seq_lens, out, partial, lse, device.counters]
+    caches = keys[0], values[0], keys[1], values[1]
+    arguments = [q, *caches, block_table, seq_lens, out, partial, lse, device.counters]
     arguments += map(np.int32, (stride(q), stride(block_table), block_size, n_heads, n_kv_heads, window or 0))
     device.launch(
-        Instance(kernel, f"attention_decode<{type_}, {head_dim}, {warps}, {stages}>"),
+        Instance(kernel, f"attention_decode<{type_}, {head_dim}, {warps}, {stages}{_codes(keys)}>"),
         (num_splits, n_kv_heads * groups, num_seqs),
         (32 * warps,),
         [*arguments, np.float32(sm_scale)],
@@ -86,8 +99,8 @@ def _num_splits(num_blocks: int, longest: int, device: Device) -> int:
 
 def attention_prefill(
     q: Array,
-    k_cache: Array,
-    v_cache: Array,
+    k_cache: KVArray,
+    v_cache: KVArray,
     block_table: Array,
     cu_seqlens_q: Array,
     seq_lens: Array,
@@ -105,7 +118,8 @@ def attention_prefill(
     kernel = "attention_prefill"
     require(kernel, "q", q, (None, None, None))
     num_tokens, n_heads, head_dim = q.shape
-    block_size, n_kv_heads = _check(kernel, q, k_cache, v_cache, block_table, seq_lens)
+    keys, values = _check(kernel, q, k_cache, v_cache, block_table, seq_lens)
+    block_size, n_kv_heads = keys[0].shape[1:3]
     num_seqs = seq_lens.shape[0]
     require(kernel, "cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), np.int32)
     out = _output(kernel, q, out, device)
@@ -147,6 +161,11 @@ def _hopper(type_: str, head_dim: int, num_tokens: int, num_seqs: int, n_heads: 
     return Instance("attention_prefill_sm90", entry), (min(items, device.num_sms),), 384, shared_bytes
 
 
+def _codes(cache: Parts) -> str:
+    """The last argument of a template, where a cache holds codes."""
+    return "" if cache[1] is None else f", {cache[2]}"
+
+
 def _output(kernel: str, q: Array, out: Array | None, device: Device) -> Array:
     """A new array like q, or out if it is one. Raises KernelError if it is not."""
     if out is None:
@@ -157,9 +176,9 @@ def _output(kernel: str, q: Array, out: Array | None, device: Device) -> Array:
 
 
 def _check(
-    kernel: str, q: Array, k_cache: Array, v_cache: Array, block_table: Array, seq_lens: Array
-) -> tuple[int, int]:
-    """block_size and n_kv_heads. Raises KernelError for arrays that do not fit each other."""
+    kernel: str, q: Array, k_cache: KVArray, v_cache: KVArray, block_table: Array, seq_lens: Array
+) -> tuple[Parts, Parts]:
+    """What the caches consist of. Raises KernelError for arrays that do not fit each other."""
     _, n_heads, head_dim = q.shape
     if head_dim not in HEAD_DIMS:
         raise KernelError(
@@ -171,15 +190,13 @@ def _check(
     if q.shape[0] and stride(q, 1) != head_dim:
         raise KernelError(f"{kernel}: heads of q lie {stride(q, 1)} elements apart; expected {head_dim}")
     require_aligned(kernel, "q", q)
-    require(kernel, "k_cache", k_cache, (None, None, None, head_dim), q.dtype)
-    require(kernel, "v_cache", v_cache, k_cache.shape, q.dtype)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        require_contiguous(kernel, name, cache)
-        require_aligned(kernel, name, cache)
+    keys, values = cache_pair(kernel, k_cache, v_cache, None, head_dim, q.dtype)
+    require_aligned(kernel, "k_cache", keys[0])
+    require_aligned(kernel, "v_cache", values[0])
     num_seqs = seq_lens.shape[0]
     require(kernel, "seq_lens", seq_lens, (num_seqs,), np.int32)
     require(kernel, "block_table", block_table, (num_seqs, None), np.int32)
-    n_kv_heads = k_cache.shape[2]
+    n_kv_heads = keys[0].shape[2]
     if n_heads % n_kv_heads:
         raise KernelError(f"{kernel}: {n_heads} heads of q cannot share {n_kv_heads} KV heads evenly")
-    return int(k_cache.shape[1]), int(n_kv_heads)
+    return keys, values

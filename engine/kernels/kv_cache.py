@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.coded_kv import KVArray, parts_of
 from engine.kernels.check import ceil_div, require, require_contiguous, type_name, width
 from engine.kernels.device import Device, Instance
 
@@ -15,31 +16,35 @@ MAX_THREADS = 256
 PIECES = 4  # of 16 bytes that a thread copies
 
 
-def kv_cache_copy(k_cache: Array, v_cache: Array, src_blocks: Array, dst_blocks: Array, *, device: Device) -> None:
+def kv_cache_copy(k_cache: KVArray, v_cache: KVArray, src_blocks: Array, dst_blocks: Array, *, device: Device) -> None:
     """Block src_blocks[i] over block dst_blocks[i] of the same cache; no block is both source and target.
 
-    k_cache, v_cache [num_blocks, block_size, n_kv_heads, head_dim]; src_blocks, dst_blocks [num_copies] int32; where
+    k_cache, v_cache [num_blocks, block_size, n_kv_heads, head_dim], numbers or codes; src_blocks, dst_blocks [num_copies] int32; where
     either is outside the cache nothing is copied.
     """
-    _launch("kv_cache_copy", k_cache, v_cache, k_cache, v_cache, src_blocks, dst_blocks, device)
+    kv_cache_swap(k_cache, v_cache, k_cache, v_cache, src_blocks, dst_blocks, device=device)
 
 
 def kv_cache_swap(
-    k_cache: Array,
-    v_cache: Array,
-    k_other: Array,
-    v_other: Array,
+    k_cache: KVArray,
+    v_cache: KVArray,
+    k_other: KVArray,
+    v_other: KVArray,
     src_blocks: Array,
     dst_blocks: Array,
     *,
     device: Device,
 ) -> None:
     """The same to another cache, of any number of blocks; either may be pinned memory of the host."""
-    _launch("kv_cache_swap", k_cache, v_cache, k_other, v_other, src_blocks, dst_blocks, device)
+    caches = [parts_of(cache) for cache in (k_cache, v_cache, k_other, v_other)]
+    codes = [array.view(np.uint8) if scales is not None else array for array, scales in caches]
+    _launch(*codes, src_blocks, dst_blocks, device)
+    scales = [array[..., None] for _, array in caches if array is not None]
+    if scales:
+        _launch(*scales, src_blocks, dst_blocks, device)
 
 
 def _launch(
-    kernel: str,
     k_cache: Array,
     v_cache: Array,
     k_other: Array,
@@ -48,6 +53,7 @@ def _launch(
     dst_blocks: Array,
     device: Device,
 ) -> None:
+    kernel = "kv_cache_copy"
     require(kernel, "k_cache", k_cache, (None, None, None, None))
     require(kernel, "v_cache", v_cache, k_cache.shape, k_cache.dtype)
     require(kernel, "k_other", k_other, (None, *k_cache.shape[1:]), k_cache.dtype)
@@ -64,5 +70,6 @@ def _launch(
     threads = min(MAX_THREADS, 32 * ceil_div(pieces, 32))
     arguments = (k_cache, v_cache, k_other, v_other, src_blocks, dst_blocks)
     numbers = map(np.int32, (num_blocks, k_other.shape[0], size))
-    instance = Instance("kv_cache_copy", f"kv_cache_copy<{type_name(kernel, 'k_cache', k_cache)}>")
+    type_ = "unsigned char" if k_cache.dtype == np.uint8 else type_name(kernel, "k_cache", k_cache)
+    instance = Instance(kernel, f"kv_cache_copy<{type_}>")
     device.launch(instance, (ceil_div(pieces, threads), src_blocks.shape[0], 2), (threads,), [*arguments, *numbers])

@@ -22,6 +22,7 @@ from ref.activation import act
 from ref.attention import logn_query
 from ref.attention_biased import attention_biased
 from ref.kv_cache import kv_cache_copy, kv_cache_swap
+from ref.quant import fused
 
 Array = Any
 Numbers = NDArray[Any]  # of the host
@@ -67,6 +68,9 @@ class OpTable:
     logits: Callable[[Array, LinearWeight], Array]  # linear, in float32 whatever the type of x
     rmsnorm: Callable[[Array, Array, float], Array]  # (x, weight, eps)
     add_rmsnorm: Callable[[Array, Array, Array, float], tuple[Array, Array]]  # (x, residual, weight, eps)
+    quantize_activations: Callable[..., tuple[Array, Array]]  # (x, kind)
+    norm_quant: Callable[..., tuple[Array, Array]]  # (x, weight, eps, kind)
+    add_norm_quant: Callable[..., tuple[Array, Array, Array]]  # (x, residual, weight, eps, kind)
     layernorm: Callable[[Array, Array, Array | None, float], Array]  # (x, weight, bias, eps)
     add_layernorm: Callable[..., tuple[Array, Array]]  # (x, residual, weight, bias, eps)
     kv_cache_write: Callable[[Array, Array, Array, Array, Array], None]  # (k, v, slot_mapping, k_cache, v_cache)
@@ -104,6 +108,9 @@ def cpu_ops(num_threads: int = 1) -> OpTable:
         logits=partial(linear.logits, team=team),
         rmsnorm=rmsnorm.rmsnorm,
         add_rmsnorm=rmsnorm.add_rmsnorm,
+        quantize_activations=fused.quantize_activations,
+        norm_quant=fused.norm_quant,
+        add_norm_quant=fused.add_norm_quant,
         layernorm=layernorm.layernorm,
         add_layernorm=layernorm.add_layernorm,
         kv_cache_write=kv_cache.kv_cache_write,

@@ -15,6 +15,7 @@ from engine.kernels import (
     kv_cache,
     layernorm,
     linear,
+    quantize,
     rmsnorm,
     rope,
 )
@@ -47,6 +48,9 @@ def kernel_ops(device: Device, sampling: SamplingOps) -> OpTable:
         logits=partial(linear.logits, device=device),
         rmsnorm=partial(rmsnorm.rmsnorm, device=device),
         add_rmsnorm=partial(rmsnorm.add_rmsnorm, device=device),
+        quantize_activations=partial(quantize.quantize_activations, device=device),
+        norm_quant=partial(quantize.norm_quant, device=device),
+        add_norm_quant=partial(quantize.add_norm_quant, device=device),
         layernorm=partial(layernorm.layernorm, device=device),
         add_layernorm=partial(layernorm.add_layernorm, device=device),
         kv_cache_write=partial(rope.kv_cache_write, device=device),

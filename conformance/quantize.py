@@ -1,0 +1,156 @@
+"""Cases of activations in 8 bits: alone, behind a norm, and behind a residual add and a norm.
+
+A quotient that lies between two codes, as near as float32 can tell, may become either: it is left undecided.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conformance.case import HALVES, Case, Inputs, Kept, Outputs
+from conformance.inputs import guarded, normal
+from engine.ops import OpTable
+from ref.numerics import round_to
+from ref.quant.fp8 import fp8_quantize_static
+from ref.quant.fused import quantize_activations
+from ref.quant.int8 import int8_quantize_static
+from ref.rmsnorm import rmsnorm
+
+Array = NDArray[Any]
+
+SHAPES = {  # num_tokens, n
+    "no-tokens": (0, 64),
+    "one-token": (1, 576),
+    "odd": (7, 33),
+    "ragged": (3, 200),  # a group of 128, and one of 72
+    "many": (40, 96),
+    "wider-than-a-block": (2, 4104),
+}
+KINDS = ("int8", "fp8", "fp8_block")
+OPS = ("plain", "norm", "add-norm")
+GROUP = 128
+EPS = 1e-5
+NEAR = 8 * 2.0**-24  # relative: norm, scale and quotient in float32 round this often at most
+UNDECIDED = -1000  # no code
+FIXED = np.float32(0.0625)
+HOSTILE = ("zeros", "tiny", "large", "infinity", "nan", "steps")
+
+
+def cases() -> list[Case]:
+    found = [_case(op, kind, name, *shape) for op in OPS for kind in KINDS for name, shape in SHAPES.items()]
+    found += [_case("plain", kind, "hostile", len(HOSTILE), 80) for kind in KINDS]
+    return found + [_case(op, kind, "fixed", 6, 80) for op in OPS for kind in KINDS[:2]]
+
+
+def _case(op: str, kind: str, name: str, num_tokens: int, size: int) -> Case:
+    fixed = FIXED if name == "fixed" else None
+
+    def reference(
+        x: Array, weight: Array | None, residual: Array | None, fixed_scale: Array | None, storage: str | None = None
+    ) -> Outputs:
+        added = {}
+        if residual is not None:
+            x = round_to(x + residual, storage)
+            added = {"residual": x}
+        with np.errstate(all="ignore"):
+            z = x if weight is None else rmsnorm(x, weight, EPS)
+            codes, scales = quantize_activations(z, kind)
+            if fixed is not None:
+                scales = np.full(len(z), fixed, z.dtype)
+                codes = _coded(z, scales, kind, 1.0)
+            sure = _coded(z, scales, kind, 1 - NEAR) == _coded(z, scales, kind, 1 + NEAR)
+        return {"codes": np.where(sure, codes.astype(np.int16), np.int16(UNDECIDED)), "scales": scales} | added
+
+    def candidate(
+        ops: OpTable, x: Array, weight: Array | None, residual: Array | None, fixed_scale: Array | None
+    ) -> Outputs:
+        more = {} if fixed_scale is None else {"input_scale": fixed_scale}
+        if weight is None:
+            codes, scales = ops.quantize_activations(x, kind, **more)
+        elif residual is None:
+            codes, scales = ops.norm_quant(x, weight, EPS, kind, **more)
+        else:
+            codes, scales, residual = ops.add_norm_quant(x, residual, weight, EPS, kind, **more)
+        found = {"codes": codes.astype(np.int16), "scales": scales}
+        return found if residual is None else found | {"residual": residual}
+
+    return Case(
+        stem="quantize",
+        name=f"{op}-{kind}-{name}",
+        axes={"num_tokens": num_tokens, "size": size, "kind": kind, "op": op},
+        make_inputs=partial(_inputs, op=op, kind=kind, name=name, num_tokens=num_tokens, size=size),
+        reference=reference,
+        candidate=candidate,
+        undecided=UNDECIDED,
+        changes=("residual",) if op == "add-norm" else (),
+        disturb=_disturb,
+        storages=HALVES,
+        wide=("scales", "fixed_scale"),
+        skip={"cpu": "the CPU's op table holds the functions of ref.quant.fused themselves"},
+    )
+
+
+def _coded(z: Array, scales: Array, kind: str, times: float) -> Array:
+    """The codes of z · times."""
+    by_number = np.repeat(scales, GROUP, 1)[:, : z.shape[1]] if scales.ndim == 2 else scales[:, None]
+    code = int8_quantize_static if kind == "int8" else fp8_quantize_static
+    codes: Array = code(z * z.dtype.type(times), by_number.astype(z.dtype))
+    return codes
+
+
+def _inputs(seed: int, op: str, kind: str, name: str, num_tokens: int, size: int) -> Inputs:
+    rng = np.random.default_rng(seed)
+    sizes = np.exp2(rng.integers(-10, 10, (num_tokens, 1))).astype(np.float32) if name != "fixed" else np.float32(1)
+    x, residual = (_coarse(normal(rng, num_tokens, size)) * sizes for _ in range(2))
+    if op != "add-norm":
+        x = normal(rng, num_tokens, size) * sizes
+        if name in ("hostile", "fixed"):
+            _make_hostile(x, kind, name == "fixed")
+    return {
+        "x": guarded(x),
+        "weight": None if op == "plain" else 1 + normal(rng, size, scale=0.2),
+        "residual": guarded(residual) if op == "add-norm" else None,
+        "fixed_scale": np.array([FIXED]) if name == "fixed" else None,
+    }
+
+
+def _coarse(numbers: Array) -> Array:
+    """Nearest of six bits, so that a sum of two is exact in every type and codes need not agree by luck."""
+    coarse: Array = np.clip(np.rint(numbers * 16), -63, 63) / np.float32(16)
+    return coarse
+
+
+def _make_hostile(x: Array, kind: str, fixed: bool) -> None:
+    """QNT-09: rows of zeros, of 1e-8; one large number, infinity, NaN; what lies at, and beyond, the largest code."""
+    step = float(FIXED) if fixed else 1.0
+    most = 127.0 if kind == "int8" else 448.0
+    for row, what in zip(x, HOSTILE, strict=True):
+        match what:
+            case "zeros":
+                row[...] = 0
+                row[::3] = -0.0
+            case "tiny":
+                row[...] = 1e-8
+            case "large":
+                row[5] = 6e4
+            case "infinity":
+                row[7] = -np.inf
+            case "nan":
+                row[9] = np.nan
+            case "steps":  # with a scale of one step: ties, and what saturates
+                row[:8] = np.array([1, -1, 0.5, -0.5, 1.5, 2.5, 1 + 0.1 / most, 1 + 0.5 / most]) * step
+                row[:2] *= most
+                row[6:8] *= most if fixed else 1
+
+
+def _disturb(inputs: Inputs, rng: np.random.Generator) -> Kept:
+    x = inputs["x"]
+    keep = int(rng.integers(len(x))) if len(x) else 0
+    others = np.arange(len(x)) != keep
+    x[others] = normal(rng, int(others.sum()), x.shape[1], scale=10.0)
+    kept = slice(keep, keep + 1)
+    return {"codes": kept, "scales": kept} | ({} if inputs["residual"] is None else {"residual": kept})

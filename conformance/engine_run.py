@@ -20,6 +20,7 @@ from engine.checkpoint.prepare import prepare_weights
 from engine.checkpoint.quantized import keep_packed
 from engine.checkpoint.source import resolve
 from engine.checkpoint.stored_tensor import StoredTensor, map_bytes, read_into
+from engine.checkpoint.stored_words import StoredWords, pack_words
 from engine.comm.communicator import OneRank
 from engine.forward import EagerForward
 from engine.kv_cache import KVCache, make_kv_cache
@@ -67,6 +68,9 @@ class LikeStore:
 
     def put(self, array: Array) -> Array:
         return self._namespace.asarray(array)
+
+    def repack(self, stored: StoredWords) -> dict[str, Array]:
+        return {name: self.put(array) for name, array in pack_words(stored).items()}
 
     def random_words(self, shape: tuple[int, ...], seed: tuple[int, int]) -> Array:
         return self.put(np.random.default_rng(seed).integers(0, 2**32, shape, np.uint32))

@@ -23,6 +23,9 @@ class Packed:
 
     group_size: int  # columns
     zeros: bool  # False: all are 8
+    # groups are of neighbours as the file has them; or once columns are gathered in an order, which the tensor "order"
+    # says to who multiplies; or once the layer before puts its rows out in that order
+    order: Literal["stored", "gathered", "folded"] = "stored"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,8 @@ class LinearSpec:
     dest "layers.0.qkv_proj" with parts ("model.layers.0.self_attn.q_proj", 576), (…k_proj, 192), (…v_proj, 192)
     reads three modules into one [960, in_features] weight. With n_experts the names of parts hold "{expert}", and
     the weights of all experts are stacked: [n_experts, out_features, in_features]. transposed: the checkpoint has
-    [in_features, out_features]. gated: its first half are gates and it is read by linear_gate_up_act alone.
+    [in_features, out_features]. gated: its first half are gates and it is read by linear_gate_up_act alone. feeds: the
+    layer that alone reads what this gives, so that its rows may be put out in any order that suits that one.
     """
 
     dest: str
@@ -52,6 +56,7 @@ class LinearSpec:
     transposed: bool = False
     latent: tuple[int, int] | None = None  # of kv_b_proj in latent attention: n_heads and qk_nope_head_dim
     gated: bool = False
+    feeds: str = ""  # a dest
     packed: Packed | None = None
     coded: Coded | None = None
 

@@ -249,7 +249,10 @@ def _fill_quantized(
     for spec in tqdm(weight_map.linears, desc="unpacking", disable=hidden):
         weight = linears[spec.dest]
         if spec.packed is not None:
-            tensors = {name: store.put(array) for name, array in quantized.packed(spec).items()}
+            words = quantized.words(spec)
+            tensors = store.repack(words)
+            if words.order is not None and spec.packed.order == "gathered":
+                tensors["order"] = store.put(words.order)
             linears[spec.dest] = _packed(spec, tensors, weight.bias)
             continue
         if spec.coded is not None:

@@ -45,7 +45,19 @@ def keep_packed(weight_map: WeightMap) -> WeightMap:
     quantization = weight_map.quantization
     if quantization is None:
         return weight_map
-    return replace(weight_map, linears=tuple(_kept(spec, quantization) for spec in weight_map.linears))
+    return fold_orders(replace(weight_map, linears=tuple(_kept(spec, quantization) for spec in weight_map.linears)))
+
+
+def fold_orders(weight_map: WeightMap) -> WeightMap:
+    """With the order of columns of a packed layer left to the rows of the layer before, where that can take it."""
+    sources = {spec.feeds for spec in weight_map.linears if spec.packed is not None and not spec.bias}
+
+    def folded(spec: LinearSpec) -> LinearSpec:
+        if spec.packed is None or spec.packed.order == "stored":
+            return spec
+        return replace(spec, packed=replace(spec.packed, order="folded" if spec.dest in sources else "gathered"))
+
+    return replace(weight_map, linears=tuple(map(folded, weight_map.linears)))
 
 
 def _kept(spec: LinearSpec, quantization: QuantConfig) -> LinearSpec:
@@ -62,21 +74,23 @@ def _packed(spec: LinearSpec, scheme: Scheme | None) -> Packed | None:
         return None
     if (spec.gated and spec.out_features % 16) or any(rows % 8 for _, rows in spec.parts):
         return None
-    group_size, zeros = facts
+    group_size, zeros, act_order = facts
     size = spec.in_features if group_size == -1 else group_size
-    return Packed(size, zeros) if is_group_size(size, spec.in_features) else None
+    if not is_group_size(size, spec.in_features):
+        return None
+    return Packed(size, zeros, "gathered" if act_order and size < spec.in_features else "stored")
 
 
-def _group_facts(scheme: Scheme | None) -> tuple[int, bool] | None:
-    """Size of groups, and whether they have zeros, of 4-bit integers in groups of neighbouring columns."""
+def _group_facts(scheme: Scheme | None) -> tuple[int, bool, bool] | None:
+    """Size of groups, whether they have zeros, and whether their columns may lie anywhere, of 4-bit integers."""
     if isinstance(scheme, AwqConfig):
-        return scheme.group_size, True
-    if isinstance(scheme, GptqConfig) and scheme.bits == BITS and not scheme.desc_act:
-        return scheme.group_size, not scheme.symmetric
+        return scheme.group_size, True, False
+    if isinstance(scheme, GptqConfig) and scheme.bits == BITS:
+        return scheme.group_size, not scheme.symmetric, scheme.desc_act
     if isinstance(scheme, CtScheme) and scheme.format == "pack-quantized" and scheme.bits == BITS:
-        if scheme.act_order or scheme.strategy == "tensor":
+        if scheme.strategy == "tensor":
             return None
-        return (scheme.group_size if scheme.strategy == "group" else -1), not scheme.symmetric
+        return (scheme.group_size if scheme.strategy == "group" else -1), not scheme.symmetric, scheme.act_order
     return None
 
 

@@ -6,6 +6,7 @@ What is decoded is decoded once and exactly as ref defines it, and rounded to th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.checkpoint.quantized import BITS
+from engine.checkpoint.quantized import fold_orders
+from engine.checkpoint.quantized_words import stored_words
 from engine.checkpoint.stored_tensor import StoredTensor, map_bytes
+from engine.checkpoint.stored_words import StoredWords
 from engine.errors import CheckpointError
-from engine.packed4 import SYMMETRIC_ZERO, pack4
+from engine.system import usable_cores
 from engine.weights import Coded, LinearSpec, Packed, WeightMap
 from ref.checkpoint import QUANTIZED, STORED, widen
 from ref.quant.coded import CodedWeight, dequantize_weight
-from ref.quant.groups import GroupedInt
-from ref.quant.scheme import SCALES, SUFFIXES, module_shape, unpack_module
+from ref.quant.scheme import SUFFIXES, module_shape, unpack_module
 from ref.quant.scheme_config import QuantConfig, module_scheme
 
 Array = NDArray[Any]
@@ -53,6 +55,9 @@ class QuantizedFolder:
 
     def __init__(self, folder: Path, quantization: QuantConfig, tensors: Mapping[str, StoredTensor]) -> None:
         self._folder, self._config, self._tensors = folder, quantization, _Views(tensors)
+        self._stored = tensors
+        self._words: dict[str, StoredWords] = {}  # of layers that stay packed, by dest
+        self._folded: set[str] = set()  # those whose columns the layer before has in order
 
     def modules(self, weight_map: WeightMap) -> Iterator[str]:
         """Names of the linear modules of a model that the config calls quantized."""
@@ -63,18 +68,34 @@ class QuantizedFolder:
 
     def as_stored(self, weight_map: WeightMap) -> WeightMap:
         """Without `packed` or `coded` where the files have what only a decoded weight can be: floating point after all,
-        groups of inputs in another order than that of neighbours, scales that float16 does not hold, modules of a layer
-        whose activations have different scales.
+        modules of a layer with groups in different orders, scales that float16 does not hold, modules of a layer whose
+        activations have different scales.
 
         Raises:
-            CheckpointError: as dense, of layers with `coded`.
+            CheckpointError: as dense, of layers with `packed` or `coded`.
         """
-        return replace(weight_map, linears=tuple(map(self._as_stored, weight_map.linears)))
+        with ThreadPoolExecutor(usable_cores()) as team:
+            stored = fold_orders(replace(weight_map, linears=tuple(team.map(self._as_stored, weight_map.linears))))
+        packed = {spec.dest: spec.packed for spec in stored.linears if spec.packed is not None}
+        self._folded = {dest for dest, facts in packed.items() if facts.order == "folded"}
+        return stored
 
     def _as_stored(self, spec: LinearSpec) -> LinearSpec:
-        if spec.packed is not None and not self._can_stay(spec, spec.packed):
-            return replace(spec, packed=None)
+        if spec.packed is not None:
+            return replace(spec, packed=self._packed(spec, spec.packed))
         return spec if spec.coded is None else replace(spec, coded=self._coded(spec, spec.coded))
+
+    def _packed(self, spec: LinearSpec, packed: Packed) -> Packed | None:
+        scheme = module_scheme(self._config, spec.parts[0][0])
+        assert scheme is not None
+        try:
+            words = stored_words(spec, scheme, self._stored)
+        except ValueError as error:
+            raise CheckpointError(f"{self._folder}: {error}") from error
+        if words is None:
+            return None
+        self._words[spec.dest] = words
+        return replace(packed, order="stored" if words.order is None else "gathered")
 
     def _coded(self, spec: LinearSpec, coded: Coded) -> Coded | None:
         parts = self._parts(spec)
@@ -83,23 +104,6 @@ class QuantizedFolder:
         if coded.static and len({float(part.input_scale.item()) for part in parts}) > 1:
             return None
         return replace(coded, scale="channel") if coded.scale == "tensor" and parts[0].scale.ndim else coded
-
-    def _can_stay(self, spec: LinearSpec, packed: Packed) -> bool:
-        for name, _, _ in spec.modules():
-            if f"{name}.weight" in self._tensors:
-                return False
-            order = self._tensors.get(f"{name}.g_idx")
-            if order is not None and not np.array_equal(order, np.arange(spec.in_features) // packed.group_size):
-                return False
-            for suffix in SCALES:
-                stored = self._tensors.get(f"{name}.{suffix}")
-                if stored is None or stored.dtype == np.float16:
-                    continue
-                scales = widen(stored)
-                with np.errstate(over="ignore"):
-                    if not np.array_equal(scales.astype(np.float16).astype(scales.dtype), scales):
-                        return False
-        return True
 
     def holds(self, module: str) -> bool:
         return module_scheme(self._config, module) is not None
@@ -166,31 +170,12 @@ class QuantizedFolder:
             for name, _, rows in spec.modules()
         ]
 
-    def packed(self, spec: LinearSpec) -> dict[str, Array]:
-        """The tensors of a layer that stays 4-bit integers: see engine.packed4.
-
-        Raises:
-            CheckpointError: as dense; or the modules are not what their config says.
-        """
-        assert spec.packed is not None
-        parts = []
-        for name, _, rows in spec.modules():
-            part = self._unpacked(name, (rows.stop - rows.start, spec.in_features))
-            if not isinstance(part, GroupedInt) or part.bits != BITS:
-                raise CheckpointError(f"{self._folder}: module {name} is not stored as {BITS}-bit integers")
-            if not spec.packed.zeros and not (part.zeros == SYMMETRIC_ZERO).all():
-                raise CheckpointError(
-                    f"{self._folder}: the config calls module {name} symmetric, but it has zeros other than "
-                    f"{SYMMETRIC_ZERO}"
-                )
-            parts.append(part)
-        zeros = np.concatenate([part.zeros for part in parts]) if spec.packed.zeros else None
-        return pack4(
-            np.concatenate([part.q for part in parts]),
-            np.concatenate([part.scales for part in parts]),
-            zeros,
-            gated=spec.gated,
-        )
+    def words(self, spec: LinearSpec) -> StoredWords:
+        """A layer that stays 4-bit integers, of the map that as_stored gave."""
+        stored, after = self._words[spec.dest], self._words.get(spec.feeds)
+        if after is None or spec.feeds not in self._folded:
+            return stored
+        return replace(stored, row_order=after.order)
 
     def _unpacked(self, module: str, shape: tuple[int, int], transposed: bool = False) -> Any:
         try:

@@ -54,6 +54,10 @@ def _packed(spec: LinearSpec, packed: Packed, linear: LinearWeight, seed: int, s
     if "zeros" in blank:
         blank["zeros"] = np.full(blank["zeros"].shape, SYMMETRIC_ZERO, np.uint8)
     words = store.random_words(blank.pop("weight").shape, (seed, _number(spec.dest)))
+    if packed.order == "gathered":
+        blank["order"] = (
+            np.random.default_rng((seed, _number(spec.dest))).permutation(spec.in_features).astype(np.int32)
+        )
     tensors = {"weight": words} | {name: store.put(array) for name, array in blank.items()}
     return replace(linear, format=PACKED_GATED if spec.gated else PACKED, tensors=tensors)
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.checkpoint.stored_tensor import StoredTensor, map_bytes, read_into
+from engine.checkpoint.stored_words import StoredWords, pack_words
 
 Array = Any
 
@@ -34,6 +35,10 @@ class Store(Protocol):
 
     def put(self, array: NDArray[Any]) -> Array:
         """The array as it is, in this store's memory. Raises MemoryError."""
+        ...
+
+    def repack(self, stored: StoredWords) -> dict[str, Array]:
+        """The tensors of a layer of 4-bit integers, as pack_words makes them. Raises MemoryError."""
         ...
 
     def random_words(self, shape: tuple[int, ...], seed: tuple[int, int]) -> Array:
@@ -69,6 +74,9 @@ class HostStore:
 
     def put(self, array: NDArray[Any]) -> NDArray[Any]:
         return array
+
+    def repack(self, stored: StoredWords) -> dict[str, Array]:
+        return pack_words(stored)
 
     def random_words(self, shape: tuple[int, ...], seed: tuple[int, int]) -> NDArray[np.uint32]:
         return np.random.default_rng(seed).integers(0, 2**32, shape, np.uint32)

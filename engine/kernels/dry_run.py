@@ -110,7 +110,10 @@ def _blank(spec: LinearSpec, dtype: Any) -> tuple[str, dict[str, Any]]:
     """(format, tensors) of a layer."""
     shape = spec.out_features, spec.in_features
     if spec.packed is not None:
-        return PACKED_GATED if spec.gated else PACKED, blank4(*shape, spec.packed.group_size, spec.packed.zeros)
+        tensors = blank4(*shape, spec.packed.group_size, spec.packed.zeros)
+        if spec.packed.order == "gathered":
+            tensors["order"] = np.zeros(spec.in_features, np.int32)
+        return PACKED_GATED if spec.gated else PACKED, tensors
     if spec.coded is not None:
         return spec.coded.kind, blank8(spec.coded.kind, spec.coded.scale, spec.coded.static, *shape)
     return "dense", {"weight": np.zeros(shape, dtype)}

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.checkpoint.stored_tensor import StoredTensor, map_bytes, read_into
+from engine.checkpoint.stored_words import StoredWords, pack_words
 
 Array = Any
 
@@ -61,6 +62,9 @@ class GpuStore:
         room = self.empty(array.shape, array.dtype)
         self._copy(np.ascontiguousarray(array).reshape(-1).view(np.uint8), room)
         return room
+
+    def repack(self, stored: StoredWords) -> dict[str, Array]:
+        return {name: self.put(array) for name, array in pack_words(stored).items()}
 
     def random_words(self, shape: tuple[int, ...], seed: tuple[int, int]) -> Array:
         words = self.empty(shape, np.uint32)

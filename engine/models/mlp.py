@@ -28,9 +28,14 @@ def mlp_linears(
     gated: gate_up_proj is read by linear_gate_up_act alone.
     """
     gate, up, down = names
+    gated = gated and not n_experts
     gate_up = ((f"{source}.{gate}", intermediate_size), (f"{source}.{up}", intermediate_size))
     return [
-        LinearSpec(f"{dest}.gate_up_proj", gate_up, hidden_size, bias, n_experts, gated=gated and not n_experts),
+        LinearSpec(
+            *(f"{dest}.gate_up_proj", gate_up, hidden_size, bias, n_experts),
+            gated=gated,
+            feeds=f"{dest}.down_proj" if gated else "",
+        ),
         LinearSpec(f"{dest}.down_proj", ((f"{source}.{down}", hidden_size),), intermediate_size, bias, n_experts),
     ]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from conformance.engine_run import make_runner, run_chunks
@@ -16,6 +17,7 @@ from engine.checkpoint.loader import load_model_config, load_weights
 from engine.checkpoint.quantized import keep_packed
 from engine.checkpoint.source import resolve
 from engine.coded8 import blank8, decode8
+from engine.cpu.linear import prepare_dense
 from engine.errors import CheckpointError, ConfigError
 from engine.models.registry import ARCHITECTURES
 from engine.ops import cpu_ops
@@ -25,7 +27,10 @@ from ref.config import parse_config
 from ref.model.registry import forward
 from ref.quant.scheme import read_weights
 
-PACKABLE = {"awq": True, "gptq": True, "gptq_v2": True, "ct_int4": True, "ct_int4_symmetric": False}  # with zeros?
+PACKABLE = {  # with zeros?
+    **{"awq": True, "gptq": True, "gptq_v2": True, "gptq_act_order": True},
+    **{"ct_int4": True, "ct_int4_symmetric": False},
+}
 CODED = {  # what a layer of one module and one of several become
     "ct_int8": (Coded("int8", "channel", False),) * 2,
     "ct_int8_smooth": (Coded("int8", "channel", False),) * 2,
@@ -75,7 +80,7 @@ def test_what_stays_packed(name: str, tmp_path: Path) -> None:
 
 
 def test_what_cannot_stay_packed(tmp_path: Path) -> None:
-    """Groups of 8 bits and groups in any order are decoded."""
+    """Groups of 8 bits are decoded."""
     for name in sorted(FORMATS.keys() - PACKABLE.keys() - CODED.keys()):
         linears = load(format_model(tmp_path / name, "llama", name)).linears
         assert {weight.format for weight in linears.values()} == {"dense"}, name
@@ -119,7 +124,7 @@ def changed_config(folder: Path, change: Callable[[dict[str, Any]], None]) -> No
 def test_symmetric_by_the_config_alone_is_refused(tmp_path: Path) -> None:
     folder = format_model(tmp_path, "llama", "gptq")
     changed_config(folder, lambda quantization: quantization.update(sym=True))
-    with pytest.raises(CheckpointError, match=r"calls module model\.layers\.0\.self_attn\.q_proj symmetric"):
+    with pytest.raises(CheckpointError, match=r"q_proj: the config says symmetric, but qzeros holds other"):
         load(folder)
 
 
@@ -160,6 +165,53 @@ def test_damage_is_named(change: Callable[[dict[str, Any]], Any], message: str, 
     save_file(tensors, path)
     with pytest.raises(CheckpointError, match=message):
         load(folder)
+
+
+def test_qnt_01_act_order_stays_packed(tmp_path: Path) -> None:
+    """Columns lie by groups. x is gathered for that, but before down_proj: the rows of gates and of what they are
+    multiplied by are in the order that it wants."""
+    folder = format_model(tmp_path, "llama", "gptq_act_order")
+    spec = {spec.dest.rpartition(".")[2]: spec.packed for spec in keep_packed(weight_map_of(folder)).linears}
+    assert spec["qkv_proj"] == Packed(32, True, "gathered")
+    assert spec["down_proj"] == Packed(32, True, "folded")
+    linears, stored = load(folder).linears, load_file_of_integers(folder)
+    for layer in ("qkv_proj", "o_proj", "gate_up_proj"):
+        order = linears[f"layers.0.{layer}"].tensors["order"]
+        assert sorted(order) == list(range(160))
+    g_idx = stored["model.layers.0.self_attn.o_proj.g_idx"]
+    order = linears["layers.0.o_proj"].tensors["order"]
+    np.testing.assert_array_equal(g_idx[order], np.arange(160) // 32)
+    assert "order" not in linears["layers.0.down_proj"].tensors
+    down = np.argsort(stored["model.layers.0.mlp.down_proj.g_idx"], kind="stable")
+    assert not np.array_equal(down, np.arange(160))
+    decoded = load(folder, packed=False).linears
+    gate_up = prepare_dense(linears["layers.0.gate_up_proj"]).tensors["weight_t"].T
+    wanted = decoded["layers.0.gate_up_proj"].tensors["weight"][np.concatenate([down, 160 + down])]
+    np.testing.assert_array_equal(gate_up, wanted)
+
+
+def load_file_of_integers(folder: Path) -> dict[str, Any]:
+    """Without what is of bfloat16."""
+    with safe_open(folder / "model.safetensors", "numpy") as file:
+        return {name: file.get_tensor(name) for name in file.keys() if name.endswith("g_idx")}  # noqa: SIM118
+
+
+def test_qnt_01_a_bias_keeps_rows_where_they_are(tmp_path: Path) -> None:
+    """What stands before down_proj has a bias: x of down_proj is gathered."""
+    weight_map = weight_map_of(format_model(tmp_path, "llama", "gptq_act_order"))
+    linears = tuple(replace(spec, bias=spec.gated) for spec in weight_map.linears)
+    kept = {spec.dest: spec.packed for spec in keep_packed(replace(weight_map, linears=linears)).linears}
+    assert kept["layers.0.down_proj"] == Packed(32, True, "gathered")
+
+
+def test_groups_of_uneven_sizes_are_decoded(tmp_path: Path) -> None:
+    folder = format_model(tmp_path, "llama", "gptq_act_order")
+    key = "model.layers.0.mlp.down_proj.g_idx"
+    changed_tensors(folder, lambda tensors: tensors[key].__setitem__(slice(0, 3), 0))
+    linears = load(folder).linears
+    assert linears["layers.0.down_proj"].format == "dense"
+    assert linears["layers.1.down_proj"].format == PACKED
+    np.testing.assert_allclose(logits_of(folder, packed=True), logits_of(folder, packed=False), atol=1e-4)
 
 
 def test_random_weights_are_packed_too(tmp_path: Path) -> None:
@@ -214,7 +266,7 @@ def logits_of(folder: Path, packed: bool) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("name", ["gptq_act_order", "gptq"])
 def test_groups_in_another_order_than_the_config_says(name: str, tmp_path: Path) -> None:
-    """g_idx is what counts, with desc_act or without: the layer is decoded."""
+    """g_idx is what counts, with desc_act or without. QNT-01: modules of a layer with an order each are decoded."""
     folder = format_model(tmp_path, "llama", name)
     changed_config(folder, lambda quantization: quantization.update(desc_act=False))
     if name == "gptq":
@@ -241,7 +293,7 @@ def test_symmetric_with_zero_points_in_the_file(tmp_path: Path) -> None:
         quantization["config_groups"]["group_0"]["weights"]["symmetric"] = True
 
     changed_config(folder, lie)
-    with pytest.raises(CheckpointError, match=r"q_proj: the config says symmetric, but weight_zero_point is stored"):
+    with pytest.raises(CheckpointError, match=r"q_proj: the config says symmetric, but weight_zero_point holds"):
         load(folder)
 
 
@@ -295,7 +347,9 @@ def test_no_rows(tmp_path: Path) -> None:
     folder = format_model(tmp_path, "llama", "awq")
     key = "model.layers.0.mlp.up_proj.qweight"
     changed_tensors(folder, lambda tensors: tensors.update({key: tensors[key][:0]}))
-    with pytest.raises(CheckpointError, match=r"module model\.layers\.0\.mlp\.up_proj is \[160, 0\], wanted"):
+    with pytest.raises(
+        CheckpointError, match=r"module model\.layers\.0\.mlp\.up_proj: qweight is I32 \[0, 20\]; a weight"
+    ):
         load(folder)
 
 

@@ -1,0 +1,161 @@
+"""Which layers of a folder can stay 4-bit integers, and where their words are; only scales and zeros are looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.checkpoint.stored_tensor import StoredTensor, map_bytes
+from engine.checkpoint.stored_words import Layout, StoredPart, StoredWords, integers_of, mapped
+from engine.packed4 import SYMMETRIC_ZERO
+from engine.weights import LinearSpec
+from ref.quant.awq import AwqConfig
+from ref.quant.gptq import GptqConfig
+from ref.quant.scheme_config import Scheme
+
+PER_WORD = 8
+NAMES: dict[Layout, tuple[str, str, str, str]] = {  # of words, scales, zeros, and the groups of columns
+    "gptq": ("qweight", "scales", "qzeros", "g_idx"),
+    "awq": ("qweight", "scales", "qzeros", "g_idx"),
+    "rows": ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"),
+}
+KINDS = (("I32",), ("F16", "BF16", "F32"), ("I32",))  # of words, scales and zeros
+INTEGERS: dict[str, np.dtype[Any]] = {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
+EXACT_BF16 = 0x3700, 0x477F  # bits of 2⁻¹⁷ and 65280: all bfloat16 between them are float16 too
+
+
+def stored_words(spec: LinearSpec, scheme: Scheme, tensors: Mapping[str, StoredTensor]) -> StoredWords | None:
+    """A layer that keep_packed calls packed; None where it must be decoded: a module is in floating point after all,
+    has scales that float16 does not hold, groups that are not all of one size, or another order than its neighbours.
+
+    Raises:
+        ValueError: names the module, and the tensor that is missing, misshapen or wrong.
+    """
+    assert spec.packed is not None
+    layout: Layout = "awq" if isinstance(scheme, AwqConfig) else "gptq" if isinstance(scheme, GptqConfig) else "rows"
+    offset = int(isinstance(scheme, GptqConfig) and scheme.checkpoint_format == "gptq")
+    parts, orders = [], []
+    for name, _, rows in spec.modules():
+        if f"{name}.weight" in tensors:
+            return None
+        try:
+            part = _part(name, rows.stop - rows.start, spec, layout, tensors)
+            order = _order(name, spec, scheme, layout, tensors)
+            if order is None:
+                return None
+            one = StoredWords(layout, (part,), spec.in_features, spec.packed.group_size, offset, False, order)
+            if not spec.packed.zeros:
+                _require_symmetric(part, offset)
+                part = replace(part, zeros=None)
+            if not _scales_fit(one):
+                return None
+        except ValueError as error:
+            raise ValueError(f"module {name}: {error}") from None
+        parts.append(part)
+        orders.append(order)
+    if any(not np.array_equal(order, orders[0]) for order in orders):
+        return None
+    in_order = None if np.array_equal(orders[0], np.arange(spec.in_features)) else orders[0]
+    return StoredWords(layout, tuple(parts), spec.in_features, spec.packed.group_size, offset, spec.gated, in_order)
+
+
+def _part(module: str, rows: int, spec: LinearSpec, layout: Layout, tensors: Mapping[str, StoredTensor]) -> StoredPart:
+    """With zeros if they are there."""
+    assert spec.packed is not None
+    names, columns = NAMES[layout][:3], spec.in_features
+    groups = columns // spec.packed.group_size
+    shapes = {
+        "gptq": ((columns // PER_WORD, rows), (groups, rows), (groups, rows // PER_WORD)),
+        "awq": ((columns, rows // PER_WORD), (groups, rows), (groups, rows // PER_WORD)),
+        "rows": ((rows, columns // PER_WORD), (rows, groups), (rows // PER_WORD, groups)),
+    }[layout]
+    found = [tensors.get(f"{module}.{name}") for name in names]
+    optional = layout == "rows" and not spec.packed.zeros
+    for name, tensor, shape, kinds in zip(names, found, shapes, KINDS, strict=True):
+        if tensor is None:
+            if name == names[2] and optional:
+                continue
+            raise ValueError(f"a module of this config needs {', '.join(names)}; {name} is missing")
+        if tensor.shape != shape or tensor.dtype not in kinds:
+            raise ValueError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)}; a weight {[rows, columns]} in groups of "
+                f"{spec.packed.group_size} needs {' or '.join(kinds)} {list(shape)}"
+            )
+    sizes = tensors.get(f"{module}.weight_shape")
+    if layout == "rows" and (sizes is None or _integers(sizes).tolist() != [rows, columns]):
+        said = "missing" if sizes is None else _integers(sizes).tolist()
+        raise ValueError(f"weight_shape is {said}; the config asks for {[rows, columns]}")
+    words, scales, zeros = found
+    assert words is not None
+    assert scales is not None
+    return StoredPart(rows, words, scales, zeros)
+
+
+def _order(
+    module: str, spec: LinearSpec, scheme: Scheme, layout: Layout, tensors: Mapping[str, StoredTensor]
+) -> NDArray[np.int32] | None:
+    """The columns in the order of their groups, [in_features]; None where groups are not all of one size."""
+    assert spec.packed is not None
+    name = NAMES[layout][3]
+    tensor, regular = tensors.get(f"{module}.{name}"), np.arange(spec.in_features) // spec.packed.group_size
+    must = scheme.desc_act if isinstance(scheme, GptqConfig) else getattr(scheme, "act_order", False)
+    if tensor is None or layout == "awq":
+        if must:
+            raise ValueError(f"the config says act-order, but {name} is missing: the groups of its inputs are unknown")
+        return np.arange(spec.in_features, dtype=np.int32)
+    g_idx = _integers(tensor)
+    if g_idx.shape != regular.shape or g_idx.min() < 0 or g_idx.max() > regular[-1]:
+        raise ValueError(
+            f"{name} must hold {regular.size} numbers from 0 to {regular[-1]}; found {g_idx.size}, "
+            f"from {g_idx.min(initial=0)} to {g_idx.max(initial=0)}"
+        )
+    if layout == "rows" and not must and not np.array_equal(g_idx, regular):
+        raise ValueError(f"{name} is stored in another order than neighbours, but the config has no actorder")
+    order = np.argsort(g_idx, kind="stable").astype(np.int32)
+    return order if np.array_equal(g_idx[order], regular) else None
+
+
+def _require_symmetric(part: StoredPart, offset: int) -> None:
+    if part.zeros is not None and np.any(mapped(part.zeros).view(np.uint32) != 0x11111111 * (SYMMETRIC_ZERO - offset)):
+        suffix = part.zeros.name.rpartition(".")[2]
+        raise ValueError(f"the config says symmetric, but {suffix} holds other zeros than {SYMMETRIC_ZERO}")
+
+
+def _scales_fit(one: StoredWords) -> bool:
+    """Whether float16 holds the scales of a module. Raises ValueError for those that make no sense."""
+    (part,) = one.parts
+    scales = mapped(part.scales)
+    bits: NDArray[Any] = scales.view(f"u{scales.itemsize}")
+    bits = bits & bits.dtype.type(np.iinfo(bits.dtype).max >> 1)  # without signs
+    least, most = int(bits.min()), int(bits.max())
+    suffix = part.scales.name.rpartition(".")[2]
+    if most >= {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F800000}[part.scales.dtype]:
+        raise ValueError(f"{suffix} must be finite, found {scales[~np.isfinite(scales)][0]}")
+    if not least:
+        _require_nothing_lost(one, suffix)
+    if scales.dtype == np.float16 or (
+        scales.dtype == ml_dtypes.bfloat16 and EXACT_BF16[0] <= least and most <= EXACT_BF16[1]
+    ):
+        return True
+    with np.errstate(over="ignore"):
+        return bool(np.array_equal(scales.astype(np.float16).astype(np.float32), scales.astype(np.float32)))
+
+
+def _require_nothing_lost(one: StoredWords, suffix: str) -> None:
+    """Raises ValueError where a scale is 0 and a number is not."""
+    q, scales, zeros = integers_of(one)
+    steps = q != np.repeat(zeros, one.group_size, axis=1)
+    if np.any(steps & (np.repeat(scales, one.group_size, axis=1) == 0)):
+        raise ValueError(f"{suffix} has a 0 for numbers that are not 0; fetch its files again")
+
+
+def _integers(tensor: StoredTensor) -> NDArray[np.int64]:
+    if tensor.dtype not in INTEGERS:
+        raise ValueError(f"{tensor.name} is {tensor.dtype}; expected {' or '.join(INTEGERS)}")
+    found: NDArray[Any] = map_bytes(tensor).view(INTEGERS[tensor.dtype])
+    return found.astype(np.int64)

@@ -1,0 +1,113 @@
+"""Layers of 4-bit integers in groups as their files have them, and how NumPy packs them: see engine.packed4.
+
+layout  words of q            of zeros              scales         bits of a word
+gptq    [in / 8, out]         [groups, out / 8]     [groups, out]  8 neighbours along in; of zeros along out
+awq     [in, out / 8]         [groups, out / 8]     [groups, out]  8 neighbours along out, in the order of AWQ
+rows    [out, in / 8]         [out / 8, groups]     [out, groups]  8 neighbours along in; of zeros along out
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.checkpoint.stored_tensor import StoredTensor, map_bytes
+from engine.packed4 import SYMMETRIC_ZERO, pack4
+from ref.quant.awq import ORDER
+from ref.quant.groups import unpack_words
+
+Array = NDArray[Any]
+
+BITS = 4
+TYPES: dict[str, np.dtype[Any]] = {
+    "I32": np.dtype(np.int32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype(np.float32),
+}
+Layout = Literal["gptq", "awq", "rows"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A module of a layer."""
+
+    rows: int
+    words: StoredTensor
+    scales: StoredTensor
+    zeros: StoredTensor | None  # None: all are 8
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWords:
+    """A layer. Its parts are alike, and have zeros all or none."""
+
+    layout: Layout
+    parts: tuple[StoredPart, ...]
+    in_features: int
+    group_size: int
+    zero_offset: int  # to be added to stored zeros, modulo 16
+    gated: bool
+    order: NDArray[np.int32] | None = None  # [in_features], the column at each place; None: its own
+    row_order: NDArray[np.int32] | None = None  # [rows of a half], of gates and of the others; None: as they are
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+
+def mapped(tensor: StoredTensor) -> Array:
+    """Its numbers as they lie in the file, of one of TYPES."""
+    found: Array = map_bytes(tensor).view(TYPES[tensor.dtype]).reshape(tensor.shape)
+    return found
+
+
+def integers_of(stored: StoredWords) -> tuple[Array, Array, Array]:
+    """q [out, in] uint8, scales [out, groups] as stored, zeros [out, groups] uint8: groups are neighbours, and rows in
+    their order."""
+    parts = stored.parts
+    q = np.concatenate([_numbers(stored, part) for part in parts])
+    scales = np.concatenate([_scales(stored, part) for part in parts])
+    zeros = np.concatenate([_zeros(stored, part) for part in parts])
+    if stored.order is not None:
+        q = q[:, stored.order]
+    if stored.row_order is not None:
+        rows = np.concatenate([stored.row_order, stored.row_order + len(q) // 2])
+        q, scales, zeros = q[rows], scales[rows], zeros[rows]
+    return q, scales, zeros
+
+
+def pack_words(stored: StoredWords) -> dict[str, Array]:
+    """The tensors of engine.packed4, what kernels that pack are held to."""
+    q, scales, zeros = integers_of(stored)
+    has_zeros = stored.parts[0].zeros is not None
+    return pack4(q, scales.astype(np.float16), zeros if has_zeros else None, gated=stored.gated)
+
+
+def _numbers(stored: StoredWords, part: StoredPart) -> Array:
+    """[rows, in_features] uint8."""
+    words = mapped(part.words)
+    if stored.layout == "rows":
+        return unpack_words(words, BITS, axis=1)[:, : stored.in_features]
+    if stored.layout == "awq":
+        return unpack_words(words, BITS, axis=1, order=ORDER).T
+    return unpack_words(words, BITS, axis=0).T
+
+
+def _scales(stored: StoredWords, part: StoredPart) -> Array:
+    """[rows, groups]."""
+    return mapped(part.scales) if stored.layout == "rows" else mapped(part.scales).T
+
+
+def _zeros(stored: StoredWords, part: StoredPart) -> Array:
+    """[rows, groups] uint8."""
+    if part.zeros is None:
+        return np.full((part.rows, stored.in_features // stored.group_size), SYMMETRIC_ZERO, np.uint8)
+    if stored.layout == "rows":
+        return unpack_words(mapped(part.zeros), BITS, axis=0)
+    found = unpack_words(mapped(part.zeros), BITS, axis=1, order=ORDER if stored.layout == "awq" else None).T
+    return found + np.uint8(stored.zero_offset) & np.uint8(15)

@@ -62,6 +62,7 @@ LAYERS = (
         "engine.http_protocol",
         "engine.http_process",
     ),
+    ("engine.quantize",),
     ("engine.serve", "engine.generate", "engine.bench"),
 )
 ORACLE = (
@@ -162,7 +163,8 @@ RULES = {
         and within(name, "engine")
         and name != "engine.ops"
         and not within(name, "engine.cpu")
-        # what quantized checkpoints mean is said once, and their numbers are made at load, off the token path
+        # what quantized checkpoints mean is said once, and their numbers are made before or at load, off the token path
+        and not within(name, "engine.quantize")
         and not (
             within(target, "ref.quant") or (target == "ref.checkpoint" and name == "engine.checkpoint.quantized_folder")
         )

@@ -1,0 +1,1 @@
+"""`python -m engine.quantize`: a checkpoint in a number format of 4 or 8 bits, made from one in floating point."""

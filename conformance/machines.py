@@ -20,19 +20,18 @@ from conformance.case import Case
 from conformance.check import is_floating, stored_dtype, stored_inputs
 from conformance.host_build import CUDA
 from conformance.host_device import HostDevice
-from conformance.memory import BorderedDevice, DeviceMemory, Memory, NumpyMemory, host_view
+from conformance.memory import BorderedDevice, DeviceMemory, Memory, host_view
 from engine.checkpoint.starter import cache_dir
 from engine.kernels.device import Device, Instance
 from engine.kernels.notes import Notes
 from engine.kernels.sampling import ROW_THREADS, KernelSampling
 from engine.kernels.table import kernel_ops
-from engine.ops import OpTable, cpu_ops
+from engine.ops import OpTable
 
 Swap = Callable[[Instance], Instance]
 
 MAX_ROWS = 64  # of logits
 HOST_ROW_THREADS = 64  # of a block that owns a row of logits: fewer are quicker here, and see more rounds
-CPU_THREADS = 3  # more than one, so that matrix products are shared out, and odd, so that shares differ in size
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 INCLUDE = re.compile(r'^#include "(\w+\.cuh)"', re.MULTILINE)
 
@@ -52,10 +51,6 @@ class Machine:
     memory: Memory
     about: Mapping[str, str] = field(default_factory=dict)
     kernels: tuple[Instance, ...] = ()
-
-
-def cpu_machine(num_threads: int = CPU_THREADS) -> Machine:
-    return Machine(cpu_ops(num_threads), NumpyMemory())
 
 
 class SwappedDevice:

@@ -147,7 +147,7 @@ def linear_gate_up_act(x: Array, weight: LinearWeight, activation: str = "silu",
         return linear_w4_gate_up_act(x, weight, activation, device=device)
     stored = weight.tensors["weight"]
     _check(kernel, x, weight)
-    choice = choose(x, weight.out_features, device)
+    choice = choose(x, weight.out_features, device, GATED_CHOICES)
     is_large = choice is None and suits(x, weight, device)
     if choice is None and not is_large:
         return gate_up_act(linear(x, weight, device=device), activation, device=device)

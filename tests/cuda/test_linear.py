@@ -213,6 +213,18 @@ def test_gated_is_linear_and_then_the_activation(choice: Skinny, shape: Shape, a
     assert np.isnan(y[[0, -1]].astype(np.float32)).all()
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "name"), [(8, "linear_skinny"), (64, "linear_tiles_sm90"), (128, "linear_tiles_sm90")]
+)
+def test_gated_has_choices_of_its_own(num_tokens: int, name: str) -> None:
+    """Where a plain product of that size is cuBLAS's, since the activation would be a launch more."""
+    hopper = Notes(num_sms=132, max_shared_bytes=227 << 10, has_wgmma=True)
+    x, weight = (np.empty(shape, DTYPES["bfloat16"]) for shape in ((num_tokens, 4096), (28672, 4096)))
+    linear_gate_up_act(x, LinearWeight("dense", 28672, 4096, {"weight": weight}, None), device=hopper)
+    assert [instance.entry.partition("<")[0] for instance in hopper.instances] == [name]
+    assert choose(x, 28672, hopper, CHOICES) != choose(x, 28672, hopper, GATED_CHOICES)
+
+
 def test_gated_wrapper() -> None:
     """The same bits for few tokens and for many; an unknown activation is named."""
     for num_tokens in (3, 1000):

@@ -74,7 +74,7 @@ class CudaBackend:
 
     def load(self, source: ModelSource, weight_map: WeightMap, config: EngineConfig, progress: bool) -> Weights:
         self._gpu.prepare(self._notes.instances, progress)
-        store = GpuStore(self._dtype)
+        store = GpuStore(self._dtype, self._gpu)
         weights = load_weights(
             source, keep_packed(weight_map), store, seed=config.seed, progress=progress, load_format=config.load_format
         )

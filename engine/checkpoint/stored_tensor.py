@@ -7,8 +7,10 @@ The product is exact in float32 (11 bits by 8), so no weight is rounded save by 
 
 from __future__ import annotations
 
+import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,31 @@ def map_bytes(tensor: StoredTensor) -> Bytes:
     try:
         return np.memmap(tensor.file, np.uint8, "r", tensor.offset, (tensor.num_bytes,))
     except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{tensor.file}: cannot read {tensor.name}, the file has changed since the start: {error}"
+        ) from error
+
+
+@contextmanager
+def open_bytes(tensor: StoredTensor) -> Iterator[Callable[[Bytes, int], None]]:
+    """A function that fills a buffer with the tensor's bytes from an offset on; several threads may call it at once.
+
+    Raises:
+        CheckpointError: the file has changed.
+    """
+    try:
+        with open(tensor.file, "rb", buffering=0) as file:
+
+            def fill(part: Bytes, first: int) -> None:
+                done = 0
+                while done < part.size:
+                    found = os.preadv(file.fileno(), [part[done:].data], tensor.offset + first + done)
+                    if not found:
+                        raise OSError("it is shorter")
+                    done += found
+
+            yield fill
+    except OSError as error:
         raise CheckpointError(
             f"{tensor.file}: cannot read {tensor.name}, the file has changed since the start: {error}"
         ) from error

@@ -1,19 +1,28 @@
-"""Weights in a GPU's memory: tensors come up through two pinned buffers, one filled while the other is copied."""
+"""Weights in a GPU's memory: tensors come up through two pinned buffers, one filled while the other is copied.
+
+Words of 4 bits are put in the order of our kernels there, a layer at a time, by a kernel.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.checkpoint.stored_tensor import StoredTensor, map_bytes, read_into
-from engine.checkpoint.stored_words import StoredWords, pack_words
+from engine.checkpoint.stored_tensor import Bytes, StoredTensor, open_bytes, read_into
+from engine.checkpoint.stored_words import TYPES, StoredWords, pack_words
+from engine.kernels.device import Device
+from engine.kernels.repack import MAX_PARTS, Part, repack4
+from engine.system import usable_cores
 
 Array = Any
 
 STAGING_BYTES, NUM_STAGING = 64 << 20, 2
+PART_BYTES = 4 << 20  # that a thread reads at a time
 # types of files whose bytes need no conversion
 AS_STORED = {"BF16": "bfloat16", "F16": "float16", "I8": "int8", "F8_E4M3": "uint8", "I32": "int32"}
 
@@ -27,8 +36,9 @@ class GpuStore:
 
     itemsize = 2
 
-    def __init__(self, dtype: Any) -> None:
-        self._dtype = np.dtype(dtype)
+    def __init__(self, dtype: Any, device: Device) -> None:
+        self._dtype, self._device = np.dtype(dtype), device
+        self._team = ThreadPoolExecutor(usable_cores())
         self._stream = cupy.cuda.get_current_stream()
         self._staging: list[Any] = []
         self._free = [cupy.cuda.Event(disable_timing=True) for _ in range(NUM_STAGING)]
@@ -48,7 +58,7 @@ class GpuStore:
             target[...] = whole
             return
         if AS_STORED.get(tensor.dtype) == target.dtype.name and not tensor.n_interleaved_heads:
-            self._copy(map_bytes(tensor), target)
+            self._read(tensor, target)
             return
         decoded = np.empty(target.shape, np.float32)
         read_into(tensor, decoded)
@@ -64,7 +74,30 @@ class GpuStore:
         return room
 
     def repack(self, stored: StoredWords) -> dict[str, Array]:
-        return {name: self.put(array) for name, array in pack_words(stored).items()}
+        if len(stored.parts) > MAX_PARTS:
+            return {name: self.put(array) for name, array in pack_words(stored).items()}
+        parts = [
+            Part(
+                part.rows,
+                self._as_it_is(part.words),
+                self._as_it_is(part.scales),
+                None if part.zeros is None else self._as_it_is(part.zeros),
+            )
+            for part in stored.parts
+        ]
+        return repack4(
+            *(stored.layout, parts, stored.in_features, stored.group_size),
+            device=self._device,
+            zero_offset=stored.zero_offset,
+            gated=stored.gated,
+            order=None if stored.order is None else self.put(stored.order),
+            row_order=None if stored.row_order is None else self.put(stored.row_order),
+        )
+
+    def _as_it_is(self, tensor: StoredTensor) -> Array:
+        room = self.empty(tensor.shape, TYPES[tensor.dtype])
+        self._read(tensor, room)
+        return room
 
     def random_words(self, shape: tuple[int, ...], seed: tuple[int, int]) -> Array:
         words = self.empty(shape, np.uint32)
@@ -83,22 +116,33 @@ class GpuStore:
             part = flat[first : first + step]
             part[...] = generator.standard_normal(part.size, dtype=np.float32) * np.float32(std)
 
-    def _copy(self, raw: np.ndarray[Any, np.dtype[np.uint8]], target: Array) -> None:
+    def _read(self, tensor: StoredTensor, target: Array) -> None:
+        with open_bytes(tensor) as fill:
+            self._send(fill, tensor.num_bytes, target)
+
+    def _copy(self, raw: Bytes, target: Array) -> None:
+        self._send(lambda part, first: np.copyto(part, raw[first : first + part.size]), raw.size, target)
+
+    def _send(self, fill: Callable[[Bytes, int], None], num_bytes: int, target: Array) -> None:
+        """fill(part, first): the bytes from `first` on into a part of a buffer, by several threads at once."""
         if not self._staging:
             self._staging = [
                 np.frombuffer(cupy.cuda.alloc_pinned_memory(STAGING_BYTES), np.uint8, STAGING_BYTES)
                 for _ in range(NUM_STAGING)
             ]
-        for first in range(0, raw.size, STAGING_BYTES):
-            part = raw[first : first + STAGING_BYTES]
+        for first in range(0, num_bytes, STAGING_BYTES):
+            size = min(STAGING_BYTES, num_bytes - first)
             staging, free = self._staging[self._turn], self._free[self._turn]
             self._turn = (self._turn + 1) % NUM_STAGING
             free.synchronize()
-            staging[: part.size] = part
-            (target.data + first).copy_from_host_async(staging.ctypes.data, part.size, self._stream)
+            places = range(0, size, PART_BYTES)
+            parts = [staging[place : min(place + PART_BYTES, size)] for place in places]
+            list(self._team.map(fill, parts, [first + place for place in places]))
+            (target.data + first).copy_from_host_async(staging.ctypes.data, size, self._stream)
             free.record(self._stream)
 
     def finish(self) -> None:
         """Waits until everything has arrived."""
+        self._team.shutdown()
         self._stream.synchronize()
         self._staging = []

@@ -108,7 +108,7 @@ def card(gpu_forward: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
     monkeypatch.setattr(module, "run_dry", lambda *arguments: None)
     sampler = SimpleNamespace(buffers=lambda: (Buffer("sampler", 1000, ALWAYS),))
     monkeypatch.setattr(module, "KernelSampling", lambda gpu, num_rows: sampler)
-    monkeypatch.setattr(module, "GpuStore", lambda dtype: Store(np.zeros(0, np.float32)))
+    monkeypatch.setattr(module, "GpuStore", lambda dtype, device: Store(np.zeros(0, np.float32)))
     monkeypatch.setattr("engine.build.make_backend", lambda *arguments: module.CudaBackend(*arguments))
     yield card
     for name in ("engine.kernels.pools", "engine.kernels.store", "engine.backends.cuda"):

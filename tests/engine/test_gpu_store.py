@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,12 +19,35 @@ import numpy as np
 import pytest
 
 import engine
+from conformance.golden_formats import format_model
 from conformance.golden_models import write_safetensors
+from conformance.host_device import HostDevice
 from engine.checkpoint.folder import folder_tensors
+from engine.checkpoint.loader import load_model_config, load_weights
+from engine.checkpoint.quantized import keep_packed
+from engine.checkpoint.source import resolve
+from engine.errors import CheckpointError
+from engine.kernels.device import Argument, Dims, Instance
+from engine.models.registry import ARCHITECTURES
 from tests.engine import gpu_stand_in as stand_in
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SHAPES = {"first": (40, 33), "second": (7, 5), "third": (64,), "last": (40, 33)}
+
+
+class LazyDevice:
+    """The kernels of the host shim, run when somebody waits."""
+
+    def __init__(self) -> None:
+        self._host = HostDevice()
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        return stand_in.empty(shape, dtype)
+
+    def launch(
+        self, instance: Instance, grid: Dims, block: Dims, arguments: Sequence[Argument], shared_bytes: int = 0
+    ) -> None:
+        stand_in.launch(lambda *given: self._host.launch(instance, grid, block, given, shared_bytes), *arguments)
 
 
 @pytest.fixture
@@ -41,6 +64,7 @@ def store_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.delitem(sys.modules, "engine.kernels.store", raising=False)
     module = importlib.import_module("engine.kernels.store")
     monkeypatch.setattr(module, "STAGING_BYTES", 256)  # so that each buffer is filled many times
+    monkeypatch.setattr(module, "PART_BYTES", 100)
     yield module
     stand_in.STREAM.__init__()  # type: ignore[misc]
     sys.modules.pop("engine.kernels.store", None)
@@ -66,7 +90,7 @@ def read_all(store: Any, folder: Path) -> dict[str, Any]:
 
 
 def test_kvm_06_weights_arrive(store_module: ModuleType, tensors: dict[str, np.ndarray], tmp_path: Path) -> None:
-    store = store_module.GpuStore(BF16)
+    store = store_module.GpuStore(BF16, LazyDevice())
     targets = read_all(store, tmp_path)
     store.finish()
     for name, values in tensors.items():
@@ -75,7 +99,7 @@ def test_kvm_06_weights_arrive(store_module: ModuleType, tensors: dict[str, np.n
 
 def test_kvm_06_can_fail(store_module: ModuleType, tensors: dict[str, np.ndarray], tmp_path: Path) -> None:
     """With copies over a stream of their own."""
-    store = store_module.GpuStore(BF16)
+    store = store_module.GpuStore(BF16, LazyDevice())
     store._stream = stand_in.Stream()
     targets = read_all(store, tmp_path)
     stand_in.STREAM.synchronize()
@@ -96,10 +120,45 @@ def test_kvm_08_a_gpu_has_one_stream() -> None:
 @pytest.mark.parametrize("dtype", [np.uint32, np.float16, np.uint8])
 def test_arrays_go_up_as_they_are(store_module: ModuleType, dtype: Any) -> None:
     """The words, scales and zeros of 4-bit weights, in several pieces of the staging buffers; transposed ones too."""
-    store = store_module.GpuStore(BF16)
+    store = store_module.GpuStore(BF16, LazyDevice())
     made = np.random.default_rng(0).integers(0, 200, (37, 11, 3)).astype(dtype)
     places = [store.put(made), store.put(made.transpose(2, 0, 1))]
     store.finish()
     np.testing.assert_array_equal(stand_in.raw(places[0]), made)
     np.testing.assert_array_equal(stand_in.raw(places[1]), made.transpose(2, 0, 1))
     assert stand_in.raw(places[0]).dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["gptq_act_order", "awq", "ct_int4", "ct_int8"])
+def test_a_quantized_folder(store_module: ModuleType, name: str, tmp_path: Path) -> None:
+    """What arrives is what NumPy makes of it; of the GPU's memory it takes the weights and one layer more."""
+    source = resolve(str(format_model(tmp_path, "llama", name)))
+    config = load_model_config(source)
+    weight_map = keep_packed(ARCHITECTURES[config.architecture].weight_map(config))
+    wanted = load_weights(source, weight_map, progress=False)
+    pool = stand_in.MemoryPool()
+    with stand_in.using_allocator(pool.malloc):
+        store = store_module.GpuStore(BF16, LazyDevice())
+        found = load_weights(source, weight_map, store, progress=False)
+        store.finish()
+    for dest, weight in wanted.linears.items():
+        assert found.linears[dest].format == weight.format
+        assert found.linears[dest].tensors.keys() == weight.tensors.keys()
+        for key, tensor in weight.tensors.items():
+            values = tensor.astype(BF16) if weight.format == "dense" else tensor
+            np.testing.assert_array_equal(
+                stand_in.raw(found.linears[dest].tensors[key]), values, err_msg=f"{dest} {key}"
+            )
+    largest = max(sum(tensor.nbytes for tensor in weight.tensors.values()) for weight in found.linears.values())
+    num_arrays = sum(len(weight.tensors) for weight in found.linears.values()) + len(found.arrays)
+    assert pool.num_bytes <= found.num_bytes + largest + 512 * num_arrays
+
+
+def test_a_file_that_became_shorter(store_module: ModuleType, tensors: dict[str, np.ndarray], tmp_path: Path) -> None:
+    stored = folder_tensors(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    store = store_module.GpuStore(BF16, LazyDevice())
+    last = max(stored.values(), key=lambda tensor: tensor.offset)
+    with pytest.raises(CheckpointError, match=f"cannot read {last.name}, the file has changed since the start"):
+        store.read(last, store.empty(last.shape))

@@ -68,7 +68,7 @@ def row(name: str, num_tokens: int, out_features: int, in_features: int, zeros: 
 
 def _call(place: Place, num_tokens: int, out_features: int, in_features: int, gated: bool, zeros: bool) -> Call:
     x = place.normal(num_tokens, in_features)
-    tensors = _tensors(place, out_features, in_features, zeros)
+    tensors = packed_tensors(place, out_features, in_features, zeros)
     format = PACKED_GATED if gated else PACKED
     stored = place.ops.prepare(LinearWeight(format, out_features, in_features, tensors, None))
     size = out_features // 2 if gated else out_features
@@ -77,7 +77,7 @@ def _call(place: Place, num_tokens: int, out_features: int, in_features: int, ga
     def watch() -> Callable[[Array], list[Sample]]:
         tokens = place.get(x)
         ends = (slice(0, seen), slice(size - seen, size))
-        parts = [_integers(place, tensors, quad, in_features, gated) for quad in (0, out_features // ROWS - 1)]
+        parts = [integers_of_quad(place, tensors, quad, in_features, gated) for quad in (0, out_features // ROWS - 1)]
 
         def truth(part: GroupedInt, dtype: Any, storage: str | None) -> Numbers:
             z = grouped_linear(tokens.astype(dtype), part, None, storage=storage)
@@ -95,7 +95,7 @@ def _call(place: Place, num_tokens: int, out_features: int, in_features: int, ga
     return Call(run=lambda: place.ops.linear(x, stored), watch=watch)
 
 
-def _tensors(place: Place, out_features: int, in_features: int, zeros: bool) -> dict[str, Array]:
+def packed_tensors(place: Place, out_features: int, in_features: int, zeros: bool) -> dict[str, Array]:
     """Random words, as those of a real weight nearly are; scales near what keeps sums near 1."""
     rng = np.random.default_rng(2)
     pools = {
@@ -107,7 +107,7 @@ def _tensors(place: Place, out_features: int, in_features: int, zeros: bool) -> 
     return {name: place.repeated(pools[name], *shape) for name, shape in shapes.items()}
 
 
-def _integers(place: Place, tensors: dict[str, Array], quad: int, in_features: int, gated: bool) -> GroupedInt:
+def integers_of_quad(place: Place, tensors: dict[str, Array], quad: int, in_features: int, gated: bool) -> GroupedInt:
     """One quad of row tiles, decoded."""
     tiles = slice(4 * quad, 4 * quad + 4)
     part = {

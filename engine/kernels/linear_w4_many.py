@@ -60,7 +60,7 @@ def linear_w4_dequantize(weight: LinearWeight, dtype: Any, *, device: Device) ->
     group_size = ceil_div(weight.in_features, tensors["scales"].shape[0])
     device.launch(
         Instance("linear_w4_dequantize", entry),
-        (tensors["weight"].shape[1], tensors["weight"].shape[0] // 4),
+        (tensors["weight"].shape[1] // 2, tensors["weight"].shape[0] // 4),
         (128,),
         [tensors["weight"], tensors["scales"], tensors.get("zeros"), y, *map(np.int32, (*y.shape, group_size))],
     )

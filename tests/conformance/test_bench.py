@@ -16,7 +16,15 @@ import pytest
 from conformance.bench import __main__ as command
 from conformance.bench import measure as measuring
 from conformance.bench import place as place_module
-from conformance.bench import rows_attention, rows_linear, rows_linear_w4, rows_sampling, rows_tokens, table
+from conformance.bench import (
+    rows_attention,
+    rows_linear,
+    rows_linear_w4,
+    rows_linear_w4_many,
+    rows_sampling,
+    rows_tokens,
+    table,
+)
 from conformance.bench.measure import kernels_of_rows, measure, num_calls, num_passes
 from conformance.bench.place import Place
 from conformance.bench.readme import ROOT, engine_table, foreign_table, kernel_table, tables, with_tables
@@ -69,6 +77,8 @@ def small_rows() -> list[Row]:
         rows_linear.gated_row(3, 96, 64),
         rows_linear_w4.row("o", 3, 128, 256, True),
         rows_linear_w4.row("gate_up", 2, 192, 128, False),
+        rows_linear_w4_many.row("72b-o", 70, 128, 256),
+        rows_linear_w4_many.row("72b-gate_up", 70, 192, 128),
         *rows_sampling.rows(3, 1000),
         *rows_tokens.rows_of(5, 64, 96, 50, 4),
     ]

@@ -23,6 +23,7 @@ SHAPES = {  # num_tokens, intermediate_size
     "many": (130, 96),
     "wider-than-a-block": (2, 2056),  # 256 threads of 8 numbers, and one piece more
     "one-short-of-16-bytes": (3, 63),
+    "up-off-16-bytes": (5, 33),  # beside gates that are not
 }
 STEEP_GATES = (0.0, 1e-30, -1e-3, 15.0, -15.0, 80.0, -80.0, -81.0, 88.0, -88.0, 89.0, -89.0, 1e4, -1e4, 3e38, -3e38)
 STEEP_HALVES = (*STEEP_GATES[:-2], 6e4, -6e4)  # within float16
@@ -68,7 +69,8 @@ def _plain(activation: str) -> Case:
 
 
 def _inputs(seed: int, num_tokens: int, intermediate_size: int, kind: str, activation: str) -> Inputs:
-    """steep: gates at which exp overflows or is lost; not-finite: NaN and inf, which must stay where they are."""
+    """steep: gates at which exp overflows or is lost; not-finite: NaN and inf, which must stay where they are.
+    up-off-16-bytes: some rows begin at a multiple of 16 bytes, and their halves do not."""
     rng = np.random.default_rng(seed)
     gate_up = normal(rng, num_tokens, 2 * intermediate_size, scale=3.0)
     if kind in ("steep", "steep-half"):
@@ -77,7 +79,7 @@ def _inputs(seed: int, num_tokens: int, intermediate_size: int, kind: str, activ
     if kind == "not-finite":
         gate_up[0, 1] = gate_up[1, -1] = np.nan  # a gate, and an up
         gate_up[2, :2] = np.inf
-    return {"gate_up": guarded(gate_up), "activation": activation}
+    return {"gate_up": guarded(gate_up, last=8 if kind == "up-off-16-bytes" else None), "activation": activation}
 
 
 def _plain_candidate(ops: OpTable, x: Array, activation: str) -> Outputs:

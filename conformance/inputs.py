@@ -23,14 +23,16 @@ def normal(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> NDArray
     return rng.standard_normal(shape, np.float32) * np.float32(scale)
 
 
-def guarded(array: Array, num_axes: int | None = None, last: int = 1) -> Array:
+def guarded(array: Array, num_axes: int | None = None, last: int | None = None) -> Array:
     """An equal view into a larger array that is poison elsewhere: a border of 1 along the first num_axes axes.
 
     With all axes (None) no two rows are neighbours in memory; with 1 the view is contiguous, as a kernel that
-    computes addresses by itself may ask for. last: the border along the last axis, if it has one; 8 keeps rows of a
-    multiple of 8 aligned to 16 bytes in any type.
+    computes addresses by itself may ask for. last: the border along the last axis, if it has one. By default it is 8
+    for rows of a multiple of 8, which are then aligned to 16 bytes in any type, as a model's are, and 1 for others.
     """
     num_axes = array.ndim if num_axes is None else num_axes
+    if last is None:
+        last = 1 if array.ndim == 0 or array.shape[-1] % 8 else 8
     borders = [(last if axis == array.ndim - 1 else 1) if axis < num_axes else 0 for axis in range(array.ndim)]
     whole = poison(np.zeros([n + 2 * border for n, border in zip(array.shape, borders, strict=True)], array.dtype))
     view: Array = whole[tuple(slice(border, border + n) for n, border in zip(array.shape, borders, strict=True))]

@@ -125,6 +125,7 @@ MUTANTS = (
         "activation.cu",
         ("halves swapped", "activation<kActivation>(gates[j]) * ups[j]", "activation<kActivation>(ups[j]) * gates[j]"),
         ("up begins one late", "gate + size;", "gate + size - 1;"),
+        ("up read as gates are", "is_aligned(up), ups", "is_aligned(gate), ups"),
         (
             "second block of a row lost",
             "(static_cast<int>(blockIdx.y * blockDim.x)",

@@ -5,7 +5,7 @@ Takes plans from the loop; knows nothing of requests, queues or text.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +104,14 @@ class ModelRunner:
             return StepResult([], [], {}, started.prompt_logprobs)
         sampled = self.sampler.finish(started.draw)
         return StepResult(sampled.token_ids.tolist(), sampled.logprobs, sampled.errors, started.prompt_logprobs)
+
+    def prompt_logits(self, plan: StepPlan) -> Iterator[NDArray[np.float32]]:
+        """Runs the model on a plan for nothing but the logits of all its tokens, on the host: [num_rows, vocab_size] in
+        the order of the tokens, PROMPT_LOGPROB_ROWS at a time."""
+        hidden = self.forward(self.forward.batch(plan))
+        for low in range(0, plan.num_tokens, PROMPT_LOGPROB_ROWS):
+            high = min(low + PROMPT_LOGPROB_ROWS, plan.num_tokens)
+            yield self._ops.start_copy(self.model.logits(hidden[low:high]))()
 
     def _score_prompts(self, plan: StepPlan, hidden: Array) -> dict[int, list[TokenLogprob]]:
         """Logprobs of the prompt token after each row that has one."""

@@ -1,4 +1,4 @@
-"""`python -m engine.bench offline | bookkeeping | streaming | serve | soak`; each with --help."""
+"""`python -m engine.bench offline | bookkeeping | weights | streaming | serve | soak | quality`; each with --help."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from engine.bench import bookkeeping, load, offline, shapes, soak, streaming
+from engine.bench import bookkeeping, load, offline, quality, shapes, soak, streaming, weights
 from engine.config import CUDA_ARCHES, EngineConfig
 from engine.errors import GlintError
 from engine.log import set_up_logging
@@ -18,11 +18,13 @@ def main(argv: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_offline(commands)
     _add_bookkeeping(commands)
+    weights.add_arguments(commands.add_parser("weights", help="from files into a GPU's memory, beside a bare copy"))
     streaming.add_arguments(commands.add_parser("streaming", help="what streaming clients cost the engine's steps"))
     load.add_arguments(commands.add_parser("serve", help="load on a running server: TTFT, TPOT, throughput"))
     soak.add_arguments(
         commands.add_parser("soak", help="a crowd on a running server: right answers, nothing left behind")
     )
+    quality.add_arguments(commands.add_parser("quality", help="what quantized weights cost: perplexity, KL, top-1"))
     arguments = parser.parse_args(argv)
     set_up_logging("bench", "WARNING")
     try:

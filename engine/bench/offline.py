@@ -60,7 +60,7 @@ def measure(config: EngineConfig, batches: Sequence[int], prefills: Sequence[int
     bandwidth = read_gb_per_s(config.num_threads)
     built = build_engine(config)
     limit_ms = built.memory.weights / bandwidth / 1e6
-    decode = tuple(_decode(built, batch, num_steps, limit_ms) for batch in batches)
+    decode = tuple(decode_steps(built, batch, num_steps, limit_ms) for batch in batches)
     prefill = tuple(_prefill(built, num_tokens) for num_tokens in prefills)
     return Report(
         model=built.info.names[0],
@@ -78,7 +78,8 @@ def _prompt(built: BuiltEngine, num_tokens: int, seed: int) -> tuple[int, ...]:
     return tuple(ids.tolist())
 
 
-def _decode(built: BuiltEngine, batch: int, num_steps: int, limit_ms: float) -> Decode:
+def decode_steps(built: BuiltEngine, batch: int, num_steps: int, limit_ms: float) -> Decode:
+    """Times decoding of so many sequences."""
     engine = built.engine
     sampling = SamplingParams(temperature=0, max_tokens=num_steps + 2, ignore_eos=True)
     for number in range(batch):

@@ -59,17 +59,17 @@ def cut_windows(token_ids: list[int], num_tokens: int, length: int, what: str) -
     return np.array(token_ids[: count * length], np.int32).reshape(count, length)
 
 
-def check_can_calibrate(config: ModelConfig, method: str) -> None:
-    """Raises ConfigError for families whose layers are not walked here."""
+def check_can_walk(config: ModelConfig, what: str) -> None:
+    """Raises ConfigError for families whose layers are not walked here; what: begins the message."""
     lacks = {
         "experts": config.moe is not None,
         "latent attention": config.mla is not None,
         "prompts that are read both ways": config.prefix_lm is not None,
     }
     if found := [name for name, has in lacks.items() if has]:
-        others = ", ".join(name for name, other in METHODS.items() if other.calibration is None)
+        others = ", ".join(name for name, method in METHODS.items() if method.calibration is None)
         raise ConfigError(
-            f"--method {method}: a model with {found[0]} cannot be calibrated yet; without a text there are {others}"
+            f"{what}: a model with {found[0]} cannot be run layer by layer yet; methods without a text are {others}"
         )
 
 

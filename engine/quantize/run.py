@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from engine.cpu.team import Team
 from engine.errors import ConfigError
-from engine.quantize.calibrate import Windows, build_layers, check_can_calibrate, walk
+from engine.quantize.calibrate import Windows, build_layers, check_can_walk, walk
 from engine.quantize.encode import STORAGE, quantize_weight, to_stored
 from engine.quantize.methods import BITS, METHODS, Settings, choose_group_size
 from engine.quantize.plan import Plan
@@ -64,7 +64,7 @@ def quantize(
     if method.calibration is None:
         windows = None
     else:
-        check_can_calibrate(model.config, settings.method)
+        check_can_walk(model.config, f"--method {settings.method}")
         if windows is None:
             raise ConfigError(f"--method {settings.method}: needs --calibration FILE, a text like those to be served")
     if method.has_groups and not settings.group_size:

@@ -2,22 +2,30 @@
 // maths      out[i, h] = Σ_t softmax_t(sm_scale · q[i, h] · k[t, h / n_rep]) · v[t, h / n_rep] over the tokens of the
 //            sequence that query i sees: itself and those before it, the last `window` of them if window > 0
 // tensors    q [num_tokens, n_heads, head_dim] T, rows q_stride apart; out [num_tokens, n_heads, head_dim] T; k_cache,
-//            v_cache [num_blocks, block_size, n_kv_heads, head_dim] T; block_table [num_seqs, table_stride] int32;
+//            v_cache [num_blocks, block_size, n_kv_heads, head_dim] T, or codes, and then k_scales, v_scales [num_blocks,
+//            block_size, n_kv_heads] float32 (else null); block_table [num_seqs, table_stride] int32;
 //            cu_seqlens_q [num_seqs + 1], seq_lens [num_seqs] int32. The queries of a sequence are its last tokens
 // a block    owns 16 · kTiles · kWarps queries of one sequence and one head; a warp 16 · kTiles of them. Keys and values
 //            come in tiles of 64 tokens (32 if head_dim > 128). With one stage the keys of the next tile come under the
-//            second product of this one; with two stages keys and values of the next tile come under all of this one
-// template   T bf16 or fp16; kHeadDim a multiple of 16 up to 256; kTiles 1 or 2; kWarps 4 or 8; kStages 1 or 2
+//            second product of this one; with two stages keys and values of the next tile come under all of this one.
+//            Codes of the next tile too; then each thread decodes those that it has copied into the one tile of T
+// template   T bf16 or fp16; kHeadDim a multiple of 16 up to 256; kTiles 1 or 2; kWarps 4 or 8; kStages 1 or 2 (codes: 1);
+//            C what the caches hold: T, or e4m3 or signed char (int8)
 // sums       float32; a running maximum a row, tile by tile, which may lag by a factor of kSlack: weights then pass 1,
-//            which no format minds, and the sums are seldom rescaled; p is rounded to T as the tensor cores take it
+//            which no format minds, and the sums are seldom rescaled; p is rounded to T as the tensor cores take it.
+//            Scales of codes are multiplied to the sums q · k, and to p before it is rounded, where it does not pass 1 in fp16
 // launcher   grid (n_heads, ⌈num_tokens / queries⌉ + num_seqs), block 32 · kWarps, shared memory
-//            2 · kHeadDim · (queries + 2 · kStages · tokens of a tile) bytes
+//            2 · kHeadDim · (queries + 2 · kStages · tokens of a tile) bytes; codes: 2 · kHeadDim + 8 a token of a tile more
+#include "kv_codes.cuh"
 #include "ptx.cuh"
 #include "reduce.cuh"
 #include "vec.cuh"
 
 constexpr float kLog2e = 1.4426950408889634f;
+template <typename T, typename C>
 constexpr float kSlack = 8.0f;  // log2 of what a weight may be
+template <typename C>
+constexpr float kSlack<fp16, C> = kIsCode<C> ? 0.0f : 8.0f;  // with a scale of up to 65504 it is a number of fp16
 #define kInfinity __uint_as_float(0x7f800000u)
 
 template <int kHeadDim>
@@ -46,22 +54,39 @@ __device__ __forceinline__ const T* at_step(const T* tile, int row, int half, in
   return tile + row * kHeadDim + (whole ? (half ^ (row & 7)) * 8 ^ step * 16 : half * 8 + step * 16);
 }
 
-template <typename T, int kHeadDim, int kTiles, int kWarps, int kStages>
+// 16 codes as numbers in their order, in two pieces of 16 bytes.
+template <typename T, typename C>
+__device__ __forceinline__ void decode16(const uint4& codes, uint4 (&numbers)[2]) {
+  const unsigned words[4] = {codes.x, codes.y, codes.z, codes.w};
+  unsigned pairs[8];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    decode_codes(__byte_perm(words[i], 0u, 0x3120), pairs[2 * i], pairs[2 * i + 1], C{}, T{});
+  numbers[0] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  numbers[1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
+}
+
+template <typename T, int kHeadDim, int kTiles, int kWarps, int kStages, typename C = T>
 __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
-    attention_prefill(const T* __restrict__ q, const T* __restrict__ k_cache, const T* __restrict__ v_cache,
-                      const int* __restrict__ block_table, const int* __restrict__ cu_seqlens_q,
-                      const int* __restrict__ seq_lens, T* __restrict__ out, int num_seqs, int q_stride,
-                      int table_stride, int block_size, int n_heads, int n_kv_heads, int window, float sm_scale) {
+    attention_prefill(const T* __restrict__ q, const Stored<C>* __restrict__ k_cache,
+                      const Stored<C>* __restrict__ v_cache, const float* __restrict__ k_scales,
+                      const float* __restrict__ v_scales, const int* __restrict__ block_table,
+                      const int* __restrict__ cu_seqlens_q, const int* __restrict__ seq_lens, T* __restrict__ out,
+                      int num_seqs, int q_stride, int table_stride, int block_size, int n_heads, int n_kv_heads,
+                      int window, float sm_scale) {
+  constexpr bool kCoded = kIsCode<C>;
   constexpr int kQueries = 16 * kTiles * kWarps, kThreads = 32 * kWarps, kTile = kTokens<kHeadDim>;
   constexpr int kSteps = kHeadDim / 16, kUnits = kHeadDim / 8, kColumns = kTile / 8;
   constexpr int kLanes = power_of_two_from(kUnits), kPass = kThreads / kLanes, kPasses = kTile / kPass;
-  static_assert(kPass % 8 == 0 && kPasses % 4 == 0, "a thread copies rows that are swizzled alike");
+  static_assert(kCoded || (kPass % 8 == 0 && kPasses % 4 == 0), "a thread copies rows that are swizzled alike");
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, pair = lane % 4;
   const int head = blockIdx.x, kv_head = head / (n_heads / n_kv_heads);
   __shared__ __align__(16) int slots[2][kTile];  // of the tokens of a tile, those of a copying thread side by side
   T* const q_tile = dynamic_shared<T>();
   T* const k_tiles = q_tile + kQueries * kHeadDim;
   T* const v_tiles = k_tiles + kStages * kTile * kHeadDim;
+  Stored<C>* const codes = reinterpret_cast<Stored<C>*>(v_tiles + kStages * kTile * kHeadDim);  // [k, v][kTile][kHeadDim]
+  float* const scales = reinterpret_cast<float*>(codes + 2 * kTile * kHeadDim);                 // [k, v][kTile]
 
   dependency_wait();
   int seq = 0, tile = blockIdx.y, first_row = 0, q_len = 0;
@@ -94,10 +119,44 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
 
   const int copy_row = threadIdx.x / kLanes, copy_unit = threadIdx.x % kLanes;
   const int token_bytes = n_kv_heads * kHeadDim * static_cast<int>(sizeof(T));
-  auto place_in = [&](const T* cache) {
+  auto place_in = [&](const Stored<C>* cache) {
     return reinterpret_cast<const char*>(cache + kv_head * kHeadDim + 8 * copy_unit);
   };
   const char *const k_from = place_in(k_cache), *const v_from = place_in(v_cache);
+  // Codes of a tile and their scales: thread t brings every kThreads-th 16 bytes of both, and scale t of all.
+  constexpr int kPieces = kHeadDim / 16, kCopies = (kTile * kPieces + kThreads - 1) / kThreads;
+  static_assert(2 * kTile <= kThreads, "a thread brings a scale at most");
+  auto has_copy = [&](int at) { return kTile * kPieces % kThreads == 0 || at < kTile * kPieces; };
+  auto slot_of_row = [&](int row, int buffer) { return slots[buffer][row % kPass * kPasses + row / kPass]; };
+  float next_scale = 0.0f;
+  auto load_codes = [&](int buffer) {
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int at = i * kThreads + threadIdx.x, row = at / kPieces, unit = at % kPieces;
+      if (!has_copy(at)) continue;
+      const index_t from = (static_cast<index_t>(slot_of_row(row, buffer)) * n_kv_heads + kv_head) * kHeadDim + 16 * unit;
+      cp_async(codes + 16 * at, k_cache + from);
+      cp_async(codes + kTile * kHeadDim + 16 * at, v_cache + from);
+    }
+    cp_async_commit();
+    if (threadIdx.x < 2 * kTile) {
+      const index_t slot = slot_of_row(threadIdx.x % kTile, buffer);
+      next_scale = (threadIdx.x < kTile ? k_scales : v_scales)[slot * n_kv_heads + kv_head];
+    }
+  };
+  auto decode_tiles = [&] {
+#pragma unroll
+    for (int i = 0; i < 2 * kCopies; ++i) {
+      const int at = i % kCopies * kThreads + threadIdx.x, row = at / kPieces, unit = at % kPieces;
+      if (!has_copy(at)) continue;
+      T* const tile = i < kCopies ? k_tiles : v_tiles;
+      uint4 numbers[2] = {};
+      if constexpr (kCoded) decode16<T, C>(load16(codes + i / kCopies * kTile * kHeadDim + 16 * at), numbers);
+      store16(tile + place<kHeadDim>(row, 2 * unit), numbers[0]);
+      store16(tile + place<kHeadDim>(row, 2 * unit + 1), numbers[1]);
+    }
+    if (threadIdx.x < 2 * kTile) scales[threadIdx.x] = usable_scale(next_scale) * kCodeUnit<T, C>;
+  };
   auto load = [&](T* tile, const char* from, int buffer) {
     T* const to = tile + place<kHeadDim>(copy_row, copy_unit);
     if (kLanes == kUnits || copy_unit < kUnits)
@@ -114,7 +173,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
   };
 
   keep_slot(find_slot(begin), 0);
-  if (kStages == 2) keep_slot(find_slot(begin + kTile), 1);
+  if (kStages == 2 || kCoded) keep_slot(find_slot(begin + kTile), 1);
   if (kLanes == kUnits || copy_unit < kUnits)
     for (int row = copy_row; row < kQueries; row += kPass) {
       const bool valid = row < num_queries;
@@ -122,8 +181,12 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
       cp_async(q_tile + place<kHeadDim>(row, copy_unit), q + from + head * kHeadDim + 8 * copy_unit, valid);
     }
   __syncthreads();
-  load(k_tiles, k_from, 0);
-  if (kStages == 2) load(v_tiles, v_from, 0);
+  if constexpr (kCoded) {
+    load_codes(0);
+  } else {
+    load(k_tiles, k_from, 0);
+    if (kStages == 2) load(v_tiles, v_from, 0);
+  }
 
   float sums[kTiles][kUnits][4] = {}, base[kTiles][2], total[kTiles][2] = {};  // base: log2 of what weights are over
 #pragma unroll
@@ -137,7 +200,12 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
     int next_slot = 0;
     cp_async_wait<0>();
     __syncthreads();  // keys are there (two stages: values too), and nobody reads the tile before
-    if constexpr (kStages == 1) {
+    if constexpr (kCoded) {
+      next_slot = find_slot(token + 2 * kTile);
+      decode_tiles();
+      __syncthreads();
+      if (token + kTile < end) load_codes(buffer ^ 1);
+    } else if constexpr (kStages == 1) {
       load(v_tiles, v_from, buffer);
       next_slot = find_slot(token + kTile);
     } else {
@@ -172,6 +240,14 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
           }
         }
       }
+      if constexpr (kCoded) {
+#pragma unroll
+        for (int column = 0; column < kColumns; ++column)
+#pragma unroll
+          for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) scores[m][column][i] *= scales[8 * column + 2 * pair + i % 2];
+      }
       if (token + kTile > my_position + 1 || (window > 0 && token < end - window)) {
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
@@ -201,7 +277,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
           top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 1));
           top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 2)) * scale;
           const float before = base[m][half];
-          const bool lags = top > before + kSlack;
+          const bool lags = top > before + kSlack<T, C>;
           if (lags) base[m][half] = top;
           growth[m][half] = lags ? exp2f(before - top) : 1.0f;
           grows |= lags;
@@ -218,7 +294,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
           }
       }
     }
-    if constexpr (kStages == 1) {
+    if constexpr (kStages == 1 && !kCoded) {
       keep_slot(next_slot, buffer ^ 1);
       cp_async_wait<0>();
       __syncthreads();  // values and slots are there, and nobody reads the keys of this tile
@@ -241,6 +317,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
           float& score = scores[m][column][i];
           score = exp2f(fmaf(score, scale, -shift[m][i / 2]));
           total[m][i / 2] += score;  // of this lane's columns
+          if constexpr (kCoded) score *= scales[kTile + 8 * column + 2 * pair + i % 2];
         }
     };
 #pragma unroll

@@ -69,7 +69,7 @@ __device__ __forceinline__ unsigned encode(float x, float scale, e4m3) {
   const float magnitude = fminf(fabsf(ratio), 448.0f);
   const unsigned bits = __float_as_uint(magnitude), sign = __float_as_uint(ratio) >> 24 & 0x80u;
   if (magnitude < 0.015625f) return sign | static_cast<unsigned>(rintf(magnitude * 512.0f));  // below 2^-6
-  return sign | ((bits + 0x7ffffu + (bits >> 20 & 1u)) >> 20) - (120u << 3);
+  return sign | (((bits + 0x7ffffu + (bits >> 20 & 1u)) >> 20) - (120u << 3));
 }
 __device__ __forceinline__ unsigned encode(float x, float scale, signed char) {
   if (!(scale > 0.0f)) return 0u;

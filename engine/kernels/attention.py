@@ -127,30 +127,36 @@ def attention_prefill(
         return out
     type_ = type_name(kernel, "q", q)
     sizes = (num_seqs, stride(q), stride(block_table), block_size, n_heads, n_kv_heads, window or 0)
-    arguments = [q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, out, *map(np.int32, sizes)]
-    arguments.append(np.float32(sm_scale))
-    launch = _portable
-    if device.has_wgmma and head_dim in HOPPER_TILES:
-        launch = _hopper
-        arguments += (Boxes(cache, (1, min(HOPPER_BOX, block_size), 1, 64)) for cache in (k_cache, v_cache))
-    instance, grid, block, shared_bytes = launch(type_, head_dim, num_tokens, num_seqs, n_heads, device)
-    device.launch(instance, grid, (block,), arguments, shared_bytes=shared_bytes)
+    rest = [block_table, cu_seqlens_q, seq_lens, out, *map(np.int32, sizes), np.float32(sm_scale)]
+    shape = head_dim, num_tokens, num_seqs, n_heads, device
+    if device.has_wgmma and head_dim in HOPPER_TILES and keys[1] is None:
+        boxes = (Boxes(cache, (1, min(HOPPER_BOX, block_size), 1, 64)) for cache in (k_cache, v_cache))
+        instance, grid, block, shared_bytes = _hopper(type_, *shape)
+        device.launch(instance, grid, (block,), [q, k_cache, v_cache, *rest, *boxes], shared_bytes=shared_bytes)
+        return out
+    instance, grid, block, shared_bytes = _portable(type_, _codes(keys), *shape)
+    caches = keys[0], values[0], keys[1], values[1]
+    device.launch(instance, grid, (block,), [q, *caches, *rest], shared_bytes=shared_bytes)
     return out
 
 
 Launch = tuple[Instance, tuple[int, ...], int, int]  # of prefill: instance, grid, threads and shared memory of a block
 
 
-def _portable(type_: str, head_dim: int, num_tokens: int, num_seqs: int, n_heads: int, device: Device) -> Launch:
-    """Two stages where they leave an SM as many blocks as one stage does; it has registers for two."""
-    tiles, warps, tokens = (2, 4, 64) if head_dim <= 128 else (1, 8, 32)  # 16 · tiles queries a warp
+def _portable(
+    type_: str, codes: str, head_dim: int, num_tokens: int, num_seqs: int, n_heads: int, device: Device
+) -> Launch:
+    """Two stages where they leave an SM as many blocks as one stage does; it has registers for two. Of codes one, and
+    beside it the codes of the next tile."""
+    tiles, warps, tokens = (2, 4, 64) if head_dim <= 128 else (1, 4 if codes else 8, 32)  # 16 · tiles queries a warp
     queries = 16 * tiles * warps
     one, two = (2 * head_dim * (queries + 2 * stages * tokens) for stages in (1, 2))
     blocks = device.max_shared_bytes // two
-    stages = 2 if blocks and blocks >= min(device.max_shared_bytes // one, 2) else 1
-    entry = f"attention_prefill<{type_}, {head_dim}, {tiles}, {warps}, {stages}>"
+    stages = 2 if blocks and blocks >= min(device.max_shared_bytes // one, 2) and not codes else 1
+    shared_bytes = (one, two)[stages - 1] + (tokens * (2 * head_dim + 8) if codes else 0)
+    entry = f"attention_prefill<{type_}, {head_dim}, {tiles}, {warps}, {stages}{codes}>"
     grid = (n_heads, ceil_div(num_tokens, queries) + num_seqs)
-    return Instance("attention_prefill", entry), grid, 32 * warps, two if stages == 2 else one
+    return Instance("attention_prefill", entry), grid, 32 * warps, shared_bytes
 
 
 def _hopper(type_: str, head_dim: int, num_tokens: int, num_seqs: int, n_heads: int, device: Device) -> Launch:

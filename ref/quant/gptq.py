@@ -16,6 +16,7 @@ Source: Frantar et al. 2022, "GPTQ"; the file layout is that of AutoGPTQ, v2 tha
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,14 @@ from ref.quant.groups import GroupedInt, check_bits, group_index, pack_words, un
 Array = NDArray[Any]
 
 FORMATS = ("gptq", "gptq_v2")
+OVERRIDDEN = {"bits", "group_size", "sym", "desc_act"}  # of `dynamic`
+WHILE_QUANTIZING = {
+    "damp_percent",
+    "damp_auto_increment",
+    "mse",
+    "static_groups",
+    "act_group_aware",
+}  # mean nothing here
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +65,43 @@ def parse_gptq_config(config: Mapping[str, Any]) -> GptqConfig:
         raise ValueError(f"quantization_config: checkpoint_format {name!r} is not supported; known are {FORMATS}")
     if config.get("pack_dtype", "int32") != "int32":
         raise ValueError(f"quantization_config: pack_dtype is {config['pack_dtype']!r}; only 'int32' is supported")
-    if config.get("dynamic"):
-        raise ValueError("quantization_config: dynamic (other bits for some modules) is not supported")
     return GptqConfig(bits, group_size, bool(config.get("desc_act", False)), name, config.get("sym") is True)
+
+
+def parse_gptq_overrides(config: Mapping[str, Any]) -> tuple[tuple[str, GptqConfig | None], ...]:
+    """`dynamic`, in its order: (regular expression, what holds for a module whose name begins with a match).
+
+    None: it stays in floating point. "-:" before an expression leaves modules out, "+:" or nothing changes settings.
+    The first match counts.
+
+    Raises:
+        ValueError: names the expression that is none, or the setting that cannot be honoured.
+    """
+    dynamic = config.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping):
+        raise ValueError(f"quantization_config: dynamic must be an object, found {dynamic!r}")
+    overrides: list[tuple[str, GptqConfig | None]] = []
+    for name, changes in dynamic.items():
+        pattern = name.removeprefix("-:") if name.startswith("-:") else name.removeprefix("+:")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"quantization_config: dynamic: {name!r} is no regular expression: {error}") from None
+        if name.startswith("-:"):
+            overrides.append((pattern, None))
+            continue
+        if not isinstance(changes, Mapping):
+            raise ValueError(f"quantization_config: dynamic.{name} must be an object, found {changes!r}")
+        if unknown := sorted(changes.keys() - OVERRIDDEN - WHILE_QUANTIZING):
+            raise ValueError(
+                f"quantization_config: dynamic.{name}: {', '.join(unknown)} cannot be changed for some modules; known "
+                f"are {', '.join(sorted(OVERRIDDEN))}"
+            )
+        try:
+            overrides.append((pattern, parse_gptq_config({**config, **changes})))
+        except ValueError as error:
+            raise ValueError(f"{error} (dynamic.{name})") from None
+    return tuple(overrides)
 
 
 def gptq_pack(weight: GroupedInt, checkpoint_format: str = "gptq") -> dict[str, Array]:

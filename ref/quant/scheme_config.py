@@ -8,6 +8,7 @@ compressed-tensors does not ignore it. Source: the keys that transformers, AutoG
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from ref.quant.awq import AwqConfig, parse_awq_config
 from ref.quant.compressed_tensors_config import CtConfig, CtScheme, ct_scheme, parse_ct_config
-from ref.quant.gptq import GptqConfig, parse_gptq_config
+from ref.quant.gptq import GptqConfig, parse_gptq_config, parse_gptq_overrides
 
 Scheme = GptqConfig | AwqConfig | CtScheme
 
@@ -25,10 +26,12 @@ METHODS = ("gptq", "awq", "fp8", "compressed-tensors")
 
 @dataclass(frozen=True, slots=True)
 class QuantConfig:
-    """A quantization_config that is understood; not_converted names modules that stay in floating point."""
+    """A quantization_config that is understood; not_converted names modules that stay in floating point, overrides what
+    holds for some in place of method."""
 
     method: GptqConfig | AwqConfig | CtConfig | CtScheme  # CtScheme: quant_method fp8, the same for all modules
     not_converted: tuple[str, ...] = ()
+    overrides: tuple[tuple[str, GptqConfig | None], ...] = ()  # (pattern, …), see parse_gptq_overrides
 
 
 def parse_quantization_config(config: Mapping[str, Any]) -> QuantConfig:
@@ -45,7 +48,7 @@ def parse_quantization_config(config: Mapping[str, Any]) -> QuantConfig:
         raise ValueError(f"quantization_config: modules_to_not_convert must be a list of modules, found {listed!r}")
     skipped = (*listed, *(() if name == "gptq" and config.get("lm_head") is True else (HEAD,)))
     if name == "gptq":
-        return QuantConfig(parse_gptq_config(config), skipped)
+        return QuantConfig(parse_gptq_config(config), skipped, parse_gptq_overrides(config))
     if name == "awq":
         return QuantConfig(parse_awq_config(config), skipped)
     if name == "fp8":
@@ -103,4 +106,7 @@ def module_scheme(config: QuantConfig | None, module: str) -> Scheme | None:
     """
     if config is None or any(f".{entry}." in f".{module}." for entry in config.not_converted):
         return None
+    for pattern, scheme in config.overrides:
+        if re.match(pattern, module):
+            return scheme
     return ct_scheme(config.method, module) if isinstance(config.method, CtConfig) else config.method

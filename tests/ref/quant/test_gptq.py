@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ref.quant.gptq import GptqConfig, gptq_pack, gptq_unpack, parse_gptq_config
+from ref.quant.gptq import GptqConfig, gptq_pack, gptq_unpack, parse_gptq_config, parse_gptq_overrides
 from ref.quant.groups import GroupedInt, grouped_dequantize, grouped_quantize, grouped_round, pack_words
 
 BASE = {"quant_method": "gptq", "bits": 4, "group_size": 32}
@@ -88,13 +88,42 @@ def test_act_order_is_the_permuted_weight(group_size: int) -> None:
         ({"group_size": 0}, "found 0"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported; known are .*gptq_v2"),
         ({"pack_dtype": "int16"}, "only 'int32'"),
-        ({"dynamic": {"+:.*": {"bits": 8}}}, "dynamic"),
     ],
 )
 def test_qnt_03_08_what_is_not_known_is_refused(change: dict[str, Any], message: str) -> None:
     """QNT-03: an unknown format is an error. QNT-08: so is a config without group_size."""
     with pytest.raises(ValueError, match=message):
         parse_gptq_config({**BASE, **change})
+
+
+def test_overrides_of_some_modules() -> None:
+    """In their order; what is left out is in floating point."""
+    dynamic = {r"-:.*\.0\.mlp": {}, r"+:.*\.up": {"bits": 8, "group_size": 64, "mse": 2.4}, r".*\.down": {"sym": True}}
+    assert parse_gptq_overrides({**BASE, "dynamic": dynamic}) == (
+        (r".*\.0\.mlp", None),
+        (r".*\.up", GptqConfig(8, 64, False, "gptq")),
+        (r".*\.down", GptqConfig(4, 32, False, "gptq", symmetric=True)),
+    )
+    assert parse_gptq_overrides(BASE) == ()
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "message"),
+    [
+        ({"+:.*": {"bits": 2}}, r"bits is 2; .* \(dynamic\.\+:\.\*\)"),
+        ({"+:(": {}}, "'\\+:\\(' is no regular expression"),
+        ({".*": {"rank": 4}}, r"dynamic\.\.\*: rank cannot be changed"),
+        ({".*": 4}, "must be an object, found 4"),
+        ([], None),
+        (["-:.*"], "dynamic must be an object"),
+    ],
+)
+def test_overrides_that_are_not_known_are_refused(dynamic: Any, message: str | None) -> None:
+    if message is None:
+        assert parse_gptq_overrides({**BASE, "dynamic": dynamic}) == ()
+        return
+    with pytest.raises(ValueError, match=message):
+        parse_gptq_overrides({**BASE, "dynamic": dynamic})
 
 
 def test_config_by_keys() -> None:

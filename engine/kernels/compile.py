@@ -1,16 +1,17 @@
 """From cuda/<stem>.cu to machine code by NVRTC, with no CUDA toolkit and no GPU; what is made is kept in a cache.
 
-A file is kept under a digest of everything that it depends on: the source, all headers of cuda/include, the kernel's
-name with its template arguments, the options, and NVRTC's version. A target is an arch such as sm_86, or compute_86:
-PTX of that arch, which the driver of a later GPU compiles for it.
+A file is kept under a digest of everything that it depends on: the source, all headers of cuda/include and those
+beside a source that is not of cuda/, the kernel's name with its template arguments, the options, and NVRTC's version. A
+file that is not what was written is made again. A target is an arch such as sm_86, or compute_86: PTX of that arch,
+which the driver of a later GPU compiles for it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
+import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from engine.system import usable_cores
 CUDA = Path(__file__).parents[2] / "cuda"
 INCLUDE = CUDA / "include"
 OPTIONS = ("-std=c++17", "-default-device", "-ftz=true", "-lineinfo")
+OWN_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 NEEDS_CUDA = {100: "12.8", 120: "12.8", 103: "12.9", 121: "12.9"}  # the first that knows an arch of Blackwell
 
 
@@ -89,19 +91,37 @@ def compile_kernel(instance: Instance, target: str, folder: Path) -> Compiled:
     A stem that ends with _sm90 is made for sm_90a, the arch of what only Hopper has.
 
     Raises:
-        KernelError: it does not compile; with NVRTC's messages. Or no NVRTC that knows the target.
+        KernelError: it does not compile; with NVRTC's messages. Or no NVRTC that knows the target, or a cache that
+            cannot be written.
     """
     if instance.stem.endswith("_sm90") and target == "sm_90":
         target = "sm_90a"
     source = _source(instance.stem)
-    digest = _digest(source, instance.entry, target)
+    digest = _digest(source, instance.entry, target, _own_headers(instance.stem, source))
     name = f"{re.sub(r'[^a-zA-Z0-9]+', '_', instance.entry).strip('_')}-{target}-{digest}"
     path, facts = folder / f"{name}.{'ptx' if _is_ptx(target) else 'cubin'}", folder / f"{name}.json"
-    if not (path.exists() and facts.exists()):
+    about = _kept(path, facts)
+    if about is None:
         code, about = _compile(instance, source, target)
-        _write(path, code)
-        _write(facts, json.dumps(about).encode())
-    return Compiled(path=path, **json.loads(facts.read_text(encoding="utf-8")))
+        try:
+            _write(path, code)
+            _write(facts, json.dumps({**about, "sha256": hashlib.sha256(code).hexdigest()}).encode())
+        except OSError as error:
+            raise KernelError(
+                f"compiled kernels cannot be kept in {folder}: {error.strerror}; make room, or set XDG_CACHE_HOME to a "
+                "folder that can be written"
+            ) from error
+    return Compiled(path=path, **about)
+
+
+def _kept(path: Path, facts: Path) -> dict[str, Any] | None:
+    """What is known of a file of the cache; None if it is not there, or not as it was written."""
+    try:
+        about: dict[str, Any] = json.loads(facts.read_text(encoding="utf-8"))
+        whole = about.pop("sha256") == hashlib.sha256(path.read_bytes()).hexdigest()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return about if whole else None
 
 
 @cache
@@ -199,14 +219,30 @@ def _headers() -> tuple[str, ...]:
     return tuple(path.read_text(encoding="utf-8") for path in sorted(INCLUDE.glob("*.cuh")))
 
 
-def _digest(source: str, entry: str, arch: str) -> str:
-    parts = [source, *_headers(), entry, arch, *OPTIONS, nvrtc_version()]
+def _own_headers(stem: str, source: str) -> tuple[str, ...]:
+    """The text of every header beside a source that is not of cuda/, which NVRTC finds too, by itself or others."""
+    folder = (CUDA / stem).parent
+    found: dict[Path, str] = {}
+    pending = [] if folder == CUDA else [(folder, source)]
+    while pending:
+        place, text = pending.pop()
+        for name in OWN_INCLUDE.findall(text):
+            file = next((file for file in (place / name, folder / name) if file.is_file()), None)
+            if file is not None and file not in found:
+                found[file] = file.read_text(encoding="utf-8", errors="replace")
+                pending.append((file.parent, found[file]))
+    return tuple(found.values())
+
+
+def _digest(source: str, entry: str, arch: str, own_headers: tuple[str, ...] = ()) -> str:
+    parts = [source, *_headers(), *own_headers, entry, arch, *OPTIONS, nvrtc_version()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _write(path: Path, content: bytes) -> None:
     """All or nothing: ranks that start together make the same file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    part.write_bytes(content)
-    part.replace(path)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="part-") as scratch:
+        part = Path(scratch) / path.name
+        part.write_bytes(content)
+        part.replace(path)

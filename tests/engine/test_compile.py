@@ -5,6 +5,7 @@ What is launched is known from a dry run of the conformance cases and of the mod
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -168,6 +169,53 @@ def test_a_file_is_made_once_for_the_same_source(tmp_path: Path, monkeypatch: py
     assert first.symbol.encode() in first.path.read_bytes()
     monkeypatch.setattr(compiler, "_compile", lambda *args: pytest.fail("compiled again"))
     assert compile_kernel(RMSNORM, "sm_86", tmp_path) == first
+
+
+@pytest.mark.parametrize("damaged", ["code cut short", "no code", "code of another", "no facts", "facts of nothing"])
+def test_a_damaged_file_is_made_again(damaged: str, tmp_path: Path) -> None:
+    """As a full disk or a power cut leaves it; the driver would only say that the image is invalid."""
+    first = compile_kernel(RMSNORM, "sm_86", tmp_path)
+    code, facts = first.path.read_bytes(), first.path.with_suffix(".json")
+    if damaged == "no facts":
+        facts.unlink()
+    elif damaged == "facts of nothing":
+        facts.write_text("[]")
+    else:
+        first.path.write_bytes(
+            {"code cut short": code[:-100], "no code": b""}.get(damaged, b"\x7fELF" + code[5:] + b"0")
+        )
+    assert compile_kernel(RMSNORM, "sm_86", tmp_path) == first
+    assert first.path.read_bytes() == code
+    assert {path.suffix for path in tmp_path.iterdir()} == {".cubin", ".json"}
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "_compile", lambda *args: (b"", {"symbol": ""}))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KernelError, match=r"cannot be kept in .*file: .*; make room, or set XDG_CACHE_HOME to a"):
+        compile_kernel(RMSNORM, "sm_86", tmp_path / "file")
+
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(KernelError, match=r"cannot be kept in .*cache: No space left on device; make room"):
+        compile_kernel(RMSNORM, "sm_86", tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == [], "nothing half done is left"
+
+
+def test_headers_beside_another_source(tmp_path: Path) -> None:
+    """A kernel of the user's own and what it includes, also through others: a change of any is compiled anew."""
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "mine.cu").write_text('#include "one.cuh"\n__global__ void mine(int* y) { y[0] = kValue; }\n')
+    (tmp_path / "one.cuh").write_text('# include "deep/two.h"\n')
+    (tmp_path / "deep" / "two.h").write_text('#include "three.h"\n')
+    paths = []
+    for value in (1, 2):
+        (tmp_path / "deep" / "three.h").write_text(f"constexpr int kValue = {value};\n")
+        paths.append(compile_kernel(Instance(str(tmp_path / "mine"), "mine"), "sm_86", tmp_path / "cache").path)
+    assert paths[0] != paths[1]
+    assert paths[0].read_bytes() != paths[1].read_bytes()
 
 
 @pytest.mark.parametrize("changed", ["source", "header", "options", "compiler", "target"])

@@ -14,6 +14,8 @@ from ref.quant.scheme_config import QuantConfig
 
 EMBEDDING, HEAD = "embed_tokens", "lm_head"  # dest names that tied weights share
 
+ActivationKind = Literal["", "int8", "fp8"]  # of activations that a layer quantizes; "": it does not
+
 Array = Any  # numpy.ndarray on a CPU, cupy.ndarray on a GPU
 
 
@@ -105,6 +107,7 @@ class LinearWeight:
     format "dense": tensors["weight"] [out_features, in_features], floating point; of experts one axis more in front.
     format "packed4" and "packed4_gated": 4 bits a number, see engine.packed4.
     format "int8" and "fp8": 8 bits a number, see engine.coded8.
+    activations: to what those of many tokens are quantized, per token, before they are multiplied by a packed4 weight.
     The op table's prepare, and mla_split_kv_b for a spec with `latent`, put others in its place.
     """
 
@@ -113,6 +116,7 @@ class LinearWeight:
     in_features: int
     tensors: Mapping[str, Array]
     bias: Array | None = None  # [out_features]
+    activations: ActivationKind = ""
 
 
 @dataclass(frozen=True, slots=True)

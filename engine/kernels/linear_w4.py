@@ -16,6 +16,7 @@ from engine.kernels.check import ceil_div, require, require_contiguous, stride, 
 from engine.kernels.device import Device, Instance
 from engine.kernels.gather_columns import gather_columns
 from engine.kernels.linear_w4_many import linear_w4_many, linear_w4_many_gate_up_act, step_groups
+from engine.kernels.linear_w4a8 import is_worth_it, linear_w4a8, linear_w4a8_gate_up_act
 from engine.packed4 import COLUMNS, PACKED, PACKED_GATED, ROWS, is_group_size
 from engine.weights import LinearWeight
 
@@ -55,7 +56,9 @@ def linear_w4(x: Array, weight: LinearWeight, *, device: Device, dtype: Any = No
     _check(kernel, x, weight, PACKED)
     x = _in_order(x, weight, device)
     y = device.empty((x.shape[0], weight.out_features), x.dtype if dtype is None else dtype)
-    if x.shape[0] > FEW_TOKENS:
+    if is_worth_it(x, weight):
+        linear_w4a8(kernel, x, weight, y, device)
+    elif x.shape[0] > FEW_TOKENS:
         linear_w4_many(kernel, x, weight, y, device)
     elif y.size:
         _run(kernel, x, weight, "kNone", y, device)
@@ -72,6 +75,8 @@ def linear_w4_gate_up_act(x: Array, weight: LinearWeight, activation: str, *, de
     if activation not in FUNCTIONS:
         raise KernelError(f"{kernel}: the activation {activation!r} has no kernel; there are {', '.join(FUNCTIONS)}")
     x = _in_order(x, weight, device)
+    if is_worth_it(x, weight):
+        return linear_w4a8_gate_up_act(kernel, x, weight, activation, device=device)
     if x.shape[0] > FEW_TOKENS:
         return linear_w4_many_gate_up_act(kernel, x, weight, activation, device=device)
     y = device.empty((x.shape[0], weight.out_features // 2), x.dtype)

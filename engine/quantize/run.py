@@ -35,6 +35,7 @@ Float32 = NDArray[np.float32]
 SHARD_BYTES = 5 * 10**9
 TOKENS_AT_ONCE = 512  # whose second moments are summed in float32 before they go into float64
 ROWS_AT_ONCE = 8192  # of a weight that GPTQ rounds in one go
+GPTQ_BLOCK = 32  # of the sizes from 16 to 128 the quickest in NumPy (0.7 s against 2.0 for 3072 × 576)
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +158,7 @@ class _Job:
                 symmetric=settings.symmetric,
                 act_order=settings.act_order,
                 damp=settings.damp,
+                block=GPTQ_BLOCK,
                 storage=STORAGE[self._plan.scales],
             )
             for first in range(0, len(weight), ROWS_AT_ONCE)

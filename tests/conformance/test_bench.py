@@ -114,6 +114,7 @@ def cpu_place(ops: OpTable | None = None) -> Place:
         ("linear", "w4-8b-o-4096x4096-tokens=4", (8388608 + 262144 + 32768, 32768, 134217728)),
         ("linear", "w4-zeros-8b-o-4096x4096-tokens=1", (8388608 + 262144 + 131072 + 8192, 8192, 33554432)),
         ("linear_gate_up_act", "gate_up-28672x4096-tokens=8", (234881024 + 65536, 229376, 1879048192)),
+        ("linear", "fp8-block-square-8192x8192-tokens=4096", (67108864 + 67108864, 67108864, 549755813888)),
     ],
 )
 def test_bytes_and_flops(op: str, name: str, work: tuple[int, int, int]) -> None:

@@ -26,22 +26,31 @@ constexpr int kStep = 128;      // columns of a step
 constexpr int kTokens = 128;    // of a product
 constexpr int kBlockTiles = 8;  // row tiles of 16 of a block
 constexpr int kBand = 8;        // token tiles that are gone through together, so that L2 keeps their x
-constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
-// Codes of q − zero for the four q in the low halves of the bytes; zeros: one, four times.
-__device__ __forceinline__ unsigned codes_of(unsigned q, unsigned zeros, signed char) {
-  return ((q & 0x0f0f0f0fu | 0x80808080u) - zeros) ^ 0x80808080u;
+// Codes of q − zero, over unit, for the q in the low halves of the four bytes of a word. zeros: one, four times.
+template <bool kZeros>
+__device__ __forceinline__ unsigned codes_of(unsigned word, unsigned zeros, signed char) {
+  if (!kZeros) return (word << 4 & 0xf0f0f0f0u) ^ 0x80808080u;  // 16 · (q − 8)
+  return ((word & 0x0f0f0f0fu | 0x80808080u) - zeros) ^ 0x80808080u;
 }
 // 128 + q − zero has the sign in bit 7; what is below 128 is turned over to 128 + |q − zero|. Codes 0 to 15 are the
 // numbers 0 to 15 times 2⁻⁹.
-__device__ __forceinline__ unsigned codes_of(unsigned q, unsigned zeros, e4m3) {
-  const unsigned d = (q & 0x0f0f0f0fu | 0x80808080u) - zeros;
+template <bool kZeros>
+__device__ __forceinline__ unsigned codes_of(unsigned word, unsigned zeros, e4m3) {
+  const unsigned d = (word & 0x0f0f0f0fu | 0x80808080u) - zeros;
   unsigned positive;  // bytes of ones where q ≥ zero
   asm("prmt.b32 %0, %1, 0, 0xba98;" : "=r"(positive) : "r"(d));
   return ((d ^ ~positive) + (~positive & 0x01010101u)) ^ (positive & 0x80808080u);
 }
-__device__ constexpr float unit(signed char) { return 1.0f; }
-__device__ constexpr float unit(e4m3) { return 512.0f; }
+template <bool kZeros>
+__device__ constexpr float unit(signed char) {
+  return kZeros ? 1.0f : 0.0625f;
+}
+template <bool kZeros>
+__device__ constexpr float unit(e4m3) {
+  return 512.0f;
+}
 
 __device__ __forceinline__ unsigned pack2(float low, float high, bf16) { return pack_bf16(low, high); }
 __device__ __forceinline__ unsigned pack2(float low, float high, fp16) { return pack_fp16(low, high); }
@@ -151,13 +160,13 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(3 * kThreads,
         const unsigned zero = zero_pair[j * kGroups / 4];
         const unsigned zeros_0 = (zero & 255u) * 0x01010101u, zeros_1 = (zero >> 8) * 0x01010101u;
         const unsigned low = j % 2 == 0 ? words[j / 2].x : words[j / 2].z, high = j % 2 == 0 ? words[j / 2].y : words[j / 2].w;
-        a[j][0] = codes_of(low, zeros_0, Code{}), a[j][1] = codes_of(low >> 4, zeros_1, Code{});
-        a[j][2] = codes_of(high, zeros_0, Code{}), a[j][3] = codes_of(high >> 4, zeros_1, Code{});
+        a[j][0] = codes_of<kZeros>(low, zeros_0, Code{}), a[j][1] = codes_of<kZeros>(low >> 4, zeros_1, Code{});
+        a[j][2] = codes_of<kZeros>(high, zeros_0, Code{}), a[j][3] = codes_of<kZeros>(high >> 4, zeros_1, Code{});
       }
 #pragma unroll
       for (int i = 0; i < 2 * kGroups; ++i)
         scale[i / 2][i % 2] =
-            to_float(fp16{static_cast<unsigned short>(scale_pair[i / 2] >> 16 * (i % 2))}) * unit(Code{});
+            to_float(fp16{static_cast<unsigned short>(scale_pair[i / 2] >> 16 * (i % 2))}) * unit<kZeros>(Code{});
       load(step + 1);
       mbarrier_wait(full + stage, parity);
 #pragma unroll

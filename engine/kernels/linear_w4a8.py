@@ -64,8 +64,9 @@ def _rounded(x: Array, kind: str, device: Device) -> Array:
 
 def _launch(x: Array, weight: LinearWeight, activation: str, y: Array, device: Device) -> None:
     codes, x_scale = quantize_activations(x, weight.activations, device=device, pairs=True)
-    tensors, subtiles = weight.tensors, _subtiles(x.shape[0], weight.out_features, device)
-    stages, (groups, shift) = STAGES[subtiles], step_groups(weight, STEP)
+    tensors, (groups, shift) = weight.tensors, step_groups(weight, STEP)
+    subtiles = 1 if groups > 1 else _subtiles(x.shape[0], weight.out_features, device)  # 2: too few registers
+    stages = STAGES[subtiles]
     types = f"{type_name('linear_w4a8_sm90', 'y', y)}, {CODE_TYPES[codes.dtype]}, {activation}"
     zeros = "true" if "zeros" in tensors else "false"
     device.launch(

@@ -67,32 +67,42 @@ def row(kind: str, name: str, num_tokens: int, out_features: int, in_features: i
     )
 
 
-def _call(place: Place, kind: str, num_tokens: int, out_features: int, in_features: int) -> Call:
+def operands(
+    place: Place, kind: str, num_tokens: int, out_features: int, in_features: int
+) -> tuple[Array, LinearWeight]:
+    """x [num_tokens, in_features], and a weight."""
     format = KINDS[kind][0]
-    x, codes = place.normal(num_tokens, in_features), _codes(place, format, out_features, in_features)
     tiles = -(-out_features // TILE), -(-in_features // TILE)
-    scale = _scales(place, *{"tensor": (1,), "block": tiles}.get(kind, (out_features,)))
-    weight = LinearWeight(format, out_features, in_features, {"weight": codes, "scale": scale}, None)
+    tensors = {
+        "weight": _codes(place, format, out_features, in_features),
+        "scale": _scales(place, *{"tensor": (1,), "block": tiles}.get(kind, (out_features,))),
+    }
+    return place.normal(num_tokens, in_features), LinearWeight(format, out_features, in_features, tensors, None)
+
+
+def _call(place: Place, kind: str, num_tokens: int, out_features: int, in_features: int) -> Call:
+    x, weight = operands(place, kind, num_tokens, out_features, in_features)
 
     def watch() -> Callable[[Array], list[Sample]]:
-        tokens, host_scale = spread(num_tokens), place.get(scale)
+        tokens = spread(num_tokens)
         seen = place.get_rows(x, tokens)
         ends = (slice(0, SEEN), slice(max(out_features - SEEN, 0) // TILE * TILE, out_features))
-        parts = [_part(place.get(codes[end]), host_scale, end, kind) for end in ends]
+        parts = [part(place, weight, kind, end) for end in ends]
 
-        def truth(part: CodedWeight, dtype: Any, storage: str | None) -> Numbers:
-            return quantized_linear(seen.astype(dtype), part)
+        def truth(rows: CodedWeight, dtype: Any, storage: str | None) -> Numbers:
+            return quantized_linear(seen.astype(dtype), rows)
 
         return lambda y: [
-            Sample(f"y[:, {end.start}:]", place.get_rows(y[:, end], tokens), partial(truth, part), place.storage)
-            for end, part in zip(ends, parts, strict=True)
+            Sample(f"y[:, {end.start}:]", place.get_rows(y[:, end], tokens), partial(truth, rows), place.storage)
+            for end, rows in zip(ends, parts, strict=True)
         ]
 
     return Call(run=lambda: place.ops.linear(x, weight), watch=watch)
 
 
-def _part(codes: Numbers, scale: Numbers, rows: slice, kind: str) -> CodedWeight:
-    """Some rows of a weight, as ref has it."""
+def part(place: Place, weight: LinearWeight, kind: str, rows: slice) -> CodedWeight:
+    """Some rows of a weight, as ref has it; with tiles, from the first row of one on."""
+    codes, scale = place.get(weight.tensors["weight"][rows]), place.get(weight.tensors["scale"])
     if kind == "block":
         scale = scale[rows.start // TILE : -(-rows.stop // TILE)]
         return CodedWeight(codes, scale, (TILE, TILE), "group")

@@ -65,7 +65,8 @@ def decoded(inputs: Inputs) -> Inputs:
 def _writes(kind: str) -> list[Case]:
     found = [_write_case(f"{kind}-{name}", kind, shape) for name, shape in WRITES.items()]
     found += [
-        _write_case(f"{kind}-plain-{name}", kind, WRITES[name], op="kv_cache_write") for name in ("gqa", "mqa", "dim128")
+        _write_case(f"{kind}-plain-{name}", kind, WRITES[name], op="kv_cache_write")
+        for name in ("gqa", "mqa", "dim128")
     ]
     found += [
         _write_case(f"{kind}-qk-norm-{name}", kind, WRITES[name], op="qk_norm_rope_kv_write")
@@ -129,7 +130,7 @@ def _write_inputs(
     num_padding: int,
     rotary_dim: int,
 ) -> Inputs:
-    """Heads of all sizes; of the values one is zeros, one holds infinity, one NaN, and one what lies between two codes."""
+    """Heads of all sizes; of the values one is zeros, one infinity, one NaN, one what lies between two codes."""
     rng = np.random.default_rng(seed)
     n_heads = 0 if op == "kv_cache_write" else n_heads
     sizes = np.float32(2.0) ** rng.integers(-8, 8, (num_tokens, n_heads + 2 * n_kv_heads, 1)).astype(np.float32)
@@ -340,7 +341,9 @@ def _disturb_reads(inputs: Inputs, rng: np.random.Generator) -> Kept:
 
 def _copies(kind: str) -> list[Case]:
     shapes = {"one": (1, 8, 128, 16), "odd": (5, 3, 7, 3), "wide": (3, 8, 96, 33)}
-    return [_copy_case(f"{op}-{kind}-{name}", kind, op, *shape) for op in ("copy", "swap") for name, shape in shapes.items()]
+    return [
+        _copy_case(f"{op}-{kind}-{name}", kind, op, *shape) for op in ("copy", "swap") for name, shape in shapes.items()
+    ]
 
 
 def _copy_case(name: str, kind: str, op: str, num_copies: int, n_kv_heads: int, head_dim: int, block_size: int) -> Case:

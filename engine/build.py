@@ -52,6 +52,7 @@ def build_engine(config: EngineConfig, faults: Faults | None = None, progress: b
     source = resolve(config.model)
     model_config = load_model_config(source)
     logger.info("%s: %s", source.name, summary(model_config))
+    _check_kv_cache_dtype(config, model_config)
     max_model_len = _max_model_len(config, model_config)
     backend = make_backend(config, model_config)
     logger.info("%s", backend.description)
@@ -76,6 +77,17 @@ def build_engine(config: EngineConfig, faults: Faults | None = None, progress: b
         default_sampling=model_config.default_sampling,
     )
     return BuiltEngine(engine, info, source, memory, backend.description)
+
+
+def _check_kv_cache_dtype(config: EngineConfig, model_config: ModelConfig) -> None:
+    """Raises ConfigError for a model whose attention does not read codes."""
+    lacks = {"latent attention": model_config.mla, "prompts read both ways": model_config.prefix_lm}
+    for name, has in lacks.items():
+        if config.kv_codes is not None and has is not None:
+            raise ConfigError(
+                f"--kv-cache-dtype {config.kv_cache_dtype}: the cache of a model with {name} has the type of "
+                "activations; leave it out or use auto"
+            )
 
 
 def make_backend(config: EngineConfig, model_config: ModelConfig) -> Backend:

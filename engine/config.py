@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
+from engine.coded_kv import KVKind
 from ref.quant.scheme_config import QuantConfig
 
 CudaArch = Literal["auto", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
@@ -147,6 +148,7 @@ class EngineConfig:
     device: Literal["auto", "cuda", "cpu"] = "auto"
     cuda_arch: CudaArch = "auto"  # auto: the GPU's own
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "int8"] = "auto"  # auto: that of activations
     load_format: Literal["auto", "dummy"] = "auto"
     seed: int = 0
     max_model_len: int | None = None  # None: the checkpoint's own limit
@@ -171,12 +173,19 @@ class EngineConfig:
         tokens = self.max_num_batched_tokens or max(defaults.max_num_batched_tokens, self.max_num_seqs or 0)
         return StepLimits(self.max_num_seqs or min(defaults.max_num_seqs, tokens), tokens)
 
+    @property
+    def kv_codes(self) -> KVKind | None:
+        """What keys and values are kept as, if not in the type of activations."""
+        if self.kv_cache_dtype == "auto":
+            return None
+        return "int8" if self.kv_cache_dtype == "int8" else "fp8"
+
     def problems(self) -> list[tuple[str, str]]:
         """(field, what is wrong with it and what to do) of every field that cannot be served."""
         found: list[tuple[str, str]] = []
         for name, low, high in _INT_RANGES:
             found += _int_problem(name, getattr(self, name), low, high)
-        for name in ("device", "cuda_arch", "dtype", "load_format"):
+        for name in ("device", "cuda_arch", "dtype", "kv_cache_dtype", "load_format"):
             choices = get_args(get_type_hints(EngineConfig)[name])
             if getattr(self, name) not in choices:
                 found.append((name, f"is {getattr(self, name)!r}; it must be one of {', '.join(choices)}"))

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from engine.coded_kv import CODES, SCALE_BYTES, CodedKV, KVArray, KVKind
+
 Array = Any
 
 
@@ -20,19 +22,27 @@ class CacheSpec:
     n_kv_heads: int  # latent: 1
     head_dim: int  # latent: kv_lora_rank + qk_rope_head_dim
 
-    def bytes_per_block(self, block_size: int, itemsize: int) -> int:
-        """Bytes of one block over all of these layers: keys and values, or the latents that stand for both."""
+    def bytes_per_block(self, block_size: int, itemsize: int, codes: KVKind | None = None) -> int:
+        """Bytes of one block over all of these layers: keys and values, or the latents that stand for both.
+
+        itemsize: of a number. codes: keys and values are codes of 8 bits, with a scale a head of a token.
+        """
         arrays = 2 if self.kind == "full" else 1
-        return arrays * len(self.layers) * block_size * self.n_kv_heads * self.head_dim * itemsize
+        head = self.head_dim * itemsize if codes is None else self.head_dim + SCALE_BYTES
+        return arrays * len(self.layers) * block_size * self.n_kv_heads * head
+
+    def num_arrays(self, codes: KVKind | None = None) -> int:
+        """Of all of these layers, each an allocation of its own."""
+        return len(self.layers) * (1 if self.kind == "latent" else 2 if codes is None else 4)
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """k_cache[layer], v_cache[layer]: [num_blocks, block_size, n_kv_heads, head_dim]; of layers with latent attention
-    latent_cache[layer]: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]."""
+    """k_cache[layer], v_cache[layer]: [num_blocks, block_size, n_kv_heads, head_dim], or codes for it; of layers with
+    latent attention latent_cache[layer]: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]."""
 
-    k_cache: dict[int, Array]
-    v_cache: dict[int, Array]
+    k_cache: dict[int, KVArray]
+    v_cache: dict[int, KVArray]
     latent_cache: dict[int, Array]
     block_size: int
 
@@ -48,10 +58,17 @@ def make_kv_cache(
     block_size: int,
     dtype: Any = np.float32,
     allocate: Callable[..., Array] = np.zeros,  # on a CPU pages are taken from the system when first written
+    codes: KVKind | None = None,
 ) -> KVCache:
-    """Allocates the whole pool."""
-    k_cache: dict[int, Array] = {}
-    v_cache: dict[int, Array] = {}
+    """Allocates the whole pool. codes: in place of numbers of keys and values in dtype."""
+
+    def pages(shape: tuple[int, ...]) -> KVArray:
+        if codes is None:
+            return allocate(shape, dtype=dtype)
+        return CodedKV(allocate(shape, dtype=CODES[codes]), allocate(shape[:3], dtype=np.float32))
+
+    k_cache: dict[int, KVArray] = {}
+    v_cache: dict[int, KVArray] = {}
     latent_cache: dict[int, Array] = {}
     for spec in specs:
         shape = (num_blocks, block_size, spec.n_kv_heads, spec.head_dim)
@@ -59,6 +76,5 @@ def make_kv_cache(
             if spec.kind == "latent":
                 latent_cache[layer] = allocate((num_blocks, block_size, spec.head_dim), dtype=dtype)
                 continue
-            k_cache[layer] = allocate(shape, dtype=dtype)
-            v_cache[layer] = allocate(shape, dtype=dtype)
+            k_cache[layer], v_cache[layer] = pages(shape), pages(shape)
     return KVCache(k_cache, v_cache, latent_cache, block_size)

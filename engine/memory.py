@@ -26,7 +26,7 @@ def plan_memory(
         ConfigError: the largest step, the rotary table, one block or all of num_gpu_blocks_override does not fit;
             names what is too large.
     """
-    block_bytes = sum(spec.bytes_per_block(config.block_size, FLOAT32) for spec in model.cache_specs)
+    block_bytes = sum(spec.bytes_per_block(config.block_size, FLOAT32, config.kv_codes) for spec in model.cache_specs)
     uses = _workspace(config, limits, model, max_model_len)
     workspace = uses["max_num_batched_tokens"] + max(uses["max_model_len"], uses["max_num_seqs"])
     available = available_memory()

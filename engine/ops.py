@@ -21,7 +21,6 @@ from ref import embedding, moe_routing
 from ref.activation import act
 from ref.attention import logn_query
 from ref.attention_biased import attention_biased
-from ref.kv_cache import kv_cache_copy, kv_cache_swap
 from ref.quant import fused
 
 Array = Any
@@ -114,8 +113,8 @@ def cpu_ops(num_threads: int = 1) -> OpTable:
         layernorm=layernorm.layernorm,
         add_layernorm=layernorm.add_layernorm,
         kv_cache_write=kv_cache.kv_cache_write,
-        kv_cache_copy=kv_cache_copy,
-        kv_cache_swap=kv_cache_swap,
+        kv_cache_copy=kv_cache.kv_cache_copy,
+        kv_cache_swap=kv_cache.kv_cache_swap,
         rope_kv_write=rope.rope_kv_write,
         qk_norm_rope_kv_write=rope.qk_norm_rope_kv_write,
         attention_decode=attention.attention_decode,

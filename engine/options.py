@@ -81,6 +81,13 @@ OPTIONS = (
         "type of weights and activations; a CPU takes only float32, which is auto there",
         metavar="auto|float32|bfloat16|float16",
     ),
+    Option(
+        "kv_cache_dtype",
+        text,
+        "type of the KV cache; auto: that of activations. The others are of 8 bits, with a scale for each head of each "
+        "token, and hold nearly twice the tokens; fp8 is fp8_e4m3",
+        metavar="auto|fp8|fp8_e4m3|int8",
+    ),
     Option("load_format", text, "dummy fills the weights from the seed instead of the files", metavar="auto|dummy"),
     Option("seed", integer, "seed of dummy weights and of requests that bring none"),
     Option("max_model_len", integer, "longest prompt and output together, in tokens; the model's own limit by default"),
@@ -118,13 +125,6 @@ OPTIONS = (
         ("-pp", "--pipeline-parallel"),
         served=(1,),
         instead="the model runs on one rank",
-    ),
-    Option(
-        "kv_cache_dtype",
-        text,
-        "type of the KV cache",
-        served=("auto",),
-        instead="the cache has the type of activations",
     ),
     Option("split", text, "how uneven cards share the model", instead="the model runs on one rank"),
     Option("allreduce", text, "how ranks add up", served=("auto",), instead="one rank has nothing to add up"),

@@ -30,6 +30,7 @@ class CpuBackend:
     def __init__(self, config: EngineConfig) -> None:
         if config.dtype in ("bfloat16", "float16"):
             raise ConfigError(f"--dtype {config.dtype}: a CPU computes in float32; use auto or float32")
+        self._kv_codes = config.kv_codes
         num_threads = config.num_threads or usable_cores()
         threadpool_limits(1, user_api="blas")  # the threads are those of engine.cpu.team
         self.ops = cpu_ops(num_threads)
@@ -47,7 +48,7 @@ class CpuBackend:
         return plan_memory(config, limits, model, weights.num_bytes, num_positions)
 
     def make_cache(self, model: Model, plan: MemoryPlan) -> KVCache:
-        return make_kv_cache(model.cache_specs, plan.num_blocks, plan.block_size)
+        return make_kv_cache(model.cache_specs, plan.num_blocks, plan.block_size, codes=self._kv_codes)
 
     def make_forward(
         self, limits: StepLimits, model: Model, comm: OneRank, cache: KVCache, rope: RopeTable, num_positions: int

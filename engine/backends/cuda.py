@@ -57,7 +57,8 @@ class CudaBackend:
         self._gpu = Gpu(cache, None if config.cuda_arch == "auto" else config.cuda_arch)
         self._pools = Pools()
         self._notes = Notes(self._gpu.num_sms, self._gpu.max_shared_bytes, self._gpu.has_wgmma)
-        run_dry(model_config, self._dtype, config.step_limits(LIMITS), self._notes)
+        self._kv_codes = config.kv_codes
+        run_dry(model_config, self._dtype, config.step_limits(LIMITS), self._notes, self._kv_codes)
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._stream.use()
         self.limits = LIMITS
@@ -70,6 +71,7 @@ class CudaBackend:
         self._name = properties["name"].decode()
         self.description = (
             f"device cuda: {self._name} ({self._gpu.arch}, {properties['totalGlobalMem'] / 1e9:,.0f} GB), {self._dtype}"
+            + (f", KV cache in {self._kv_codes}" if self._kv_codes else "")
         )
 
     def load(self, source: ModelSource, weight_map: WeightMap, config: EngineConfig, progress: bool) -> Weights:
@@ -88,7 +90,7 @@ class CudaBackend:
         pools, geometry = self._pools, model.config
         pools.trim()
         with _room_for(f"a step of --max-num-batched-tokens {limits.max_num_batched_tokens}", "set that lower"):
-            one_block = make_kv_cache(model.cache_specs, 1, config.block_size, self._dtype, cupy.zeros)
+            one_block = self._make_cache(model, 1, config.block_size)
             forward = self._forward(limits, model, OneRank(self.ops), one_block, num_positions)
             before = pools.num_bytes
             self._try_largest_step(forward, model, limits)
@@ -111,8 +113,9 @@ class CudaBackend:
         )
         del forward
         pools.trim()
-        block_bytes = sum(spec.bytes_per_block(config.block_size, self._dtype.itemsize) for spec in model.cache_specs)
-        num_caches = sum(len(spec.layers) * (2 if spec.kind == "full" else 1) for spec in model.cache_specs)
+        sizes_of_numbers = config.block_size, self._dtype.itemsize, self._kv_codes
+        block_bytes = sum(spec.bytes_per_block(*sizes_of_numbers) for spec in model.cache_specs)
+        num_caches = sum(spec.num_arrays(self._kv_codes) for spec in model.cache_specs)
         room = GpuRoom(self._name, total, buffers, num_caches, block_bytes)
         self._plan = plan_gpu_memory(config, limits, room, num_positions)
         return self._plan
@@ -130,7 +133,10 @@ class CudaBackend:
 
     def make_cache(self, model: Model, plan: MemoryPlan) -> KVCache:
         with _room_for("the KV cache", GONE):
-            return make_kv_cache(model.cache_specs, plan.num_blocks, plan.block_size, self._dtype, cupy.zeros)
+            return self._make_cache(model, plan.num_blocks, plan.block_size)
+
+    def _make_cache(self, model: Model, num_blocks: int, block_size: int) -> KVCache:
+        return make_kv_cache(model.cache_specs, num_blocks, block_size, self._dtype, cupy.zeros, self._kv_codes)
 
     def make_forward(
         self, limits: StepLimits, model: Model, comm: OneRank, cache: KVCache, rope: RopeTable, num_positions: int

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.coded_kv import KVArray, parts_of
+from engine.cpu.kv_cache import blocks_of
+
 Float32 = NDArray[np.float32]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -17,8 +20,8 @@ DECODE_TILE = 32768  # tokens whose keys and values are gathered at once; a sequ
 
 def attention_decode(
     q: Float32,
-    k_cache: Float32,
-    v_cache: Float32,
+    k_cache: KVArray,
+    v_cache: KVArray,
     block_table: Int32,
     seq_lens: Int32,
     sm_scale: float,
@@ -31,16 +34,17 @@ def attention_decode(
     Sequences are padded to the longest of a group; groups are formed by powers of two of the length, so padding
     at most doubles the work, and cut into tiles, as many sequences may share the blocks of one long prompt.
     """
-    out = np.empty((*q.shape[:2], v_cache.shape[3]), np.float32) if out is None else out
-    for rows in decode_groups(seq_lens, k_cache.shape[1]):
+    shape = parts_of(v_cache)[0].shape
+    out = np.empty((*q.shape[:2], shape[3]), np.float32) if out is None else out
+    for rows in decode_groups(seq_lens, shape[1]):
         out[rows] = _decode_group(q[rows], k_cache, v_cache, block_table[rows], seq_lens[rows], sm_scale, window)
     return out
 
 
 def _decode_group(
     q: Float32,
-    k_cache: Float32,
-    v_cache: Float32,
+    k_cache: KVArray,
+    v_cache: KVArray,
     block_table: Int32,
     seq_lens: Int32,
     sm_scale: float,
@@ -69,14 +73,15 @@ def _padded(seq_lens: Int32, block_size: int) -> int:
     return -(-int(seq_lens.max()) // block_size) * block_size
 
 
-def gather(cache: Float32, block_table: Int32, seq_lens: Int32) -> Float32:
-    """A copy of what a cache [num_blocks, block_size, …] holds of sequences, [num_seqs, longest, …].
+def gather(cache: KVArray, block_table: Int32, seq_lens: Int32) -> Float32:
+    """A copy of what a cache [num_blocks, block_size, …] holds of sequences, [num_seqs, longest, …], decoded.
 
     What lies behind a sequence that is shorter than the longest may be anything.
     """
     longest = int(seq_lens.max())
-    blocks = np.maximum(block_table[:, : -(-longest // cache.shape[1])], 0)
-    gathered: Float32 = cache[blocks].reshape(len(seq_lens), -1, *cache.shape[2:])[:, :longest]
+    shape = parts_of(cache)[0].shape
+    blocks = np.maximum(block_table[:, : -(-longest // shape[1])], 0)
+    gathered: Float32 = blocks_of(cache, blocks).reshape(len(seq_lens), -1, *shape[2:])[:, :longest]
     return gathered
 
 
@@ -108,8 +113,8 @@ def attend_padded(
 
 def attention_prefill(
     q: Float32,
-    k_cache: Float32,
-    v_cache: Float32,
+    k_cache: KVArray,
+    v_cache: KVArray,
     block_table: Int32,
     cu_seqlens_q: Int32,
     seq_lens: Int32,
@@ -124,12 +129,13 @@ def attention_prefill(
     `window` of these if given. Rows before and after those of cu_seqlens_q are left as they are.
     """
     out = np.empty_like(q) if out is None else out
-    block_size = k_cache.shape[1]
+    block_size, *of_token = parts_of(k_cache)[0].shape[1:]
     ends = cu_seqlens_q.tolist()
     for row, seq_len in enumerate(seq_lens.tolist()):
         blocks = block_table[row, : -(-seq_len // block_size)]
-        k = k_cache[blocks].reshape(-1, *k_cache.shape[2:])[:seq_len].transpose(1, 0, 2)
-        v = v_cache[blocks].reshape(-1, *v_cache.shape[2:])[:seq_len].transpose(1, 0, 2)
+        k, v = (
+            blocks_of(cache, blocks).reshape(-1, *of_token)[:seq_len].transpose(1, 0, 2) for cache in (k_cache, v_cache)
+        )
         first = seq_len - (ends[row + 1] - ends[row])  # position of the first query
         for start in range(ends[row], ends[row + 1], QUERY_TILE):
             end = min(start + QUERY_TILE, ends[row + 1])

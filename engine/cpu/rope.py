@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.coded_kv import KVArray
 from engine.cpu.kv_cache import kv_cache_write
 
 Float32 = NDArray[np.float32]
@@ -17,8 +18,8 @@ def rope_kv_write(
     v: Float32,
     cos_sin: Float32,
     slot_mapping: Int32,
-    k_cache: Float32,
-    v_cache: Float32,
+    k_cache: KVArray,
+    v_cache: KVArray,
     *,
     interleaved: bool = False,
 ) -> Float32:
@@ -41,8 +42,8 @@ def qk_norm_rope_kv_write(
     eps: float,
     cos_sin: Float32,
     slot_mapping: Int32,
-    k_cache: Float32,
-    v_cache: Float32,
+    k_cache: KVArray,
+    v_cache: KVArray,
 ) -> Float32:
     """RMSNorm of each head of q and k by weights [head_dim], then rope_kv_write, whose shapes hold here too."""
     q, k = _head_norm(q, q_weight, eps), _head_norm(k, k_weight, eps)

@@ -48,7 +48,8 @@ def attention_decode(
 ) -> Array:
     """One query a sequence: q [num_seqs, n_heads, head_dim], a part of larger rows if need be → the same shape.
 
-    k_cache, v_cache [num_blocks, block_size, n_kv_heads, head_dim], in q's dtype or both as codes; block_table [num_seqs, max_blocks_per_seq] int32;
+    k_cache, v_cache [num_blocks, block_size, n_kv_heads, head_dim], in q's dtype or both as codes (see
+    engine.coded_kv); block_table [num_seqs, max_blocks_per_seq] int32;
     seq_lens [num_seqs] int32, 0 gives zeros. window: keys that a query sees, itself included; None: all.
 
     The tokens of a sequence are split over several blocks where sequences and heads alone would not fill the GPU. The

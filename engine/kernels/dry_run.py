@@ -12,6 +12,7 @@ from engine.api import SamplingParams
 from engine.batch import ForwardBatch
 from engine.checkpoint.quantized import keep_packed
 from engine.coded8 import blank8
+from engine.coded_kv import KVKind
 from engine.comm.communicator import OneRank
 from engine.config import ModelConfig, StepLimits
 from engine.forward import EagerForward
@@ -38,11 +39,12 @@ SAMPLINGS = (  # that together need every kernel of the sampler
 )
 
 
-def run_dry(config: ModelConfig, dtype: Any, limits: StepLimits, notes: Notes) -> None:
+def run_dry(config: ModelConfig, dtype: Any, limits: StepLimits, notes: Notes, kv_codes: KVKind | None = None) -> None:
     """Notes every launch that steps of a model can need, up to these limits, sampling included.
 
     Args:
         dtype: of weights and activations, bfloat16 or float16.
+        kv_codes: what the KV cache holds in place of numbers.
     Raises:
         KernelError: the model needs what has no kernel.
     """
@@ -50,7 +52,7 @@ def run_dry(config: ModelConfig, dtype: Any, limits: StepLimits, notes: Notes) -
     architecture = ARCHITECTURES[config.architecture]
     ops = kernel_ops(notes, KernelSampling(notes, limits.max_num_seqs))
     model = architecture.build(one_layer, _blank_weights(keep_packed(architecture.weight_map(one_layer)), dtype), ops)
-    cache = make_kv_cache(model.cache_specs, 1, BLOCK_SIZE, dtype)
+    cache = make_kv_cache(model.cache_specs, 1, BLOCK_SIZE, dtype, codes=kv_codes)
     rope = RopeTable(config.rope, config.rotary_dim, 1)
     forward = EagerForward(model, OneRank(ops), cache, rope, limits.max_num_seqs)
     for batch in _batches(config.rotary_dim, limits):

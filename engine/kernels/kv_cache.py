@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from engine.coded_kv import KVArray, parts_of
+from engine.errors import KernelError
 from engine.kernels.check import ceil_div, require, require_contiguous, type_name, width
 from engine.kernels.device import Device, Instance
 
@@ -19,8 +20,8 @@ PIECES = 4  # of 16 bytes that a thread copies
 def kv_cache_copy(k_cache: KVArray, v_cache: KVArray, src_blocks: Array, dst_blocks: Array, *, device: Device) -> None:
     """Block src_blocks[i] over block dst_blocks[i] of the same cache; no block is both source and target.
 
-    k_cache, v_cache [num_blocks, block_size, n_kv_heads, head_dim], numbers or codes; src_blocks, dst_blocks [num_copies] int32; where
-    either is outside the cache nothing is copied.
+    k_cache, v_cache [num_blocks, block_size, n_kv_heads, head_dim], numbers or codes; src_blocks, dst_blocks
+    [num_copies] int32; where either is outside the cache nothing is copied.
     """
     kv_cache_swap(k_cache, v_cache, k_cache, v_cache, src_blocks, dst_blocks, device=device)
 
@@ -36,12 +37,20 @@ def kv_cache_swap(
     device: Device,
 ) -> None:
     """The same to another cache, of any number of blocks; either may be pinned memory of the host."""
-    caches = [parts_of(cache) for cache in (k_cache, v_cache, k_other, v_other)]
-    codes = [array.view(np.uint8) if scales is not None else array for array, scales in caches]
-    _launch(*codes, src_blocks, dst_blocks, device)
-    scales = [array[..., None] for _, array in caches if array is not None]
-    if scales:
-        _launch(*scales, src_blocks, dst_blocks, device)
+    parts = zip(parts_of(k_cache), parts_of(v_cache), parts_of(k_other), parts_of(v_other), strict=True)
+    (keys, values, other_keys, other_values), scales = parts
+    if scales[0] is None:
+        _launch(keys, values, other_keys, other_values, src_blocks, dst_blocks, device)
+        return
+    for four in ([array.view(np.uint8) for array in (keys, values, other_keys, other_values)], _with_an_axis(scales)):
+        _launch(four[0], four[1], four[2], four[3], src_blocks, dst_blocks, device)
+
+
+def _with_an_axis(scales: tuple[Array, ...]) -> list[Array]:
+    """Scales as numbers of heads of one element. Raises KernelError where one cache has them and another has not."""
+    if any(array is None for array in scales):
+        raise KernelError("kv_cache_copy: all caches hold codes with scales, or none does")
+    return [array[..., None] for array in scales]
 
 
 def _launch(

@@ -60,7 +60,9 @@ def qk_norm_rope_kv_write(
     return _launch("qk_norm_rope_kv_write", (q, k, v), weights, eps, *place, interleaved, device)
 
 
-def kv_cache_write(k: Array, v: Array, slot_mapping: Array, k_cache: KVArray, v_cache: KVArray, *, device: Device) -> None:
+def kv_cache_write(
+    k: Array, v: Array, slot_mapping: Array, k_cache: KVArray, v_cache: KVArray, *, device: Device
+) -> None:
     """Stores k and v as they are: a rotation of no element."""
     require("kv_cache_write", "k", k, (None, None, None))
     cos_sin = device.empty((k.shape[0], 0), np.float32)

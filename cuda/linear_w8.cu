@@ -10,17 +10,19 @@
 //            or size] Y. in_features and x_stride are multiples of 16 bytes; x and weight at multiples of 16 bytes
 // a block    owns an equal share of all steps: y is cut into tiles of 16 · kRowTiles rows of the weight (half of them gates,
 //            if there are any), a tile into steps of 128 in_features, and the steps of all tiles in a row are shared out,
-//            `unit` at a time; its warps take them in turn and add up at the end of a tile. kStages − 1 steps of a warp are
-//            on the way through shared memory, each weight once. Where a tile is not one block's alone, the one that comes
-//            last adds up the parts
-// template   F signed char (int8) or e4m3; X the type of x; T bf16 or fp16; Y the same or float; kActivation f, or kNone
-//            without a gate; kBlocks whether scales are of blocks; kRowTiles; kTokenTiles of 8 tokens; kWarps; kStages ≥ 2
+//            or if not split the tiles; its warps take them in turn and add up at the end of a tile. kStages − 1 steps of a
+//            warp are on the way through shared memory, each weight once; x goes with them, or all of it before. Where a
+//            tile is not one block's alone, the one that comes last adds up the parts
+// template   F signed char (int8) or e4m3; X the type of x; kWhole whether a block has all of x in shared memory; T bf16 or
+//            fp16; Y the same or float; kActivation f, or kNone without a gate; kBlocks whether scales are of blocks;
+//            kRowTiles; kTokenTiles of 8 tokens; kWarps; kStages ≥ 2
 // sums       int8: int32, exact. e4m3: 128 products by the tensor cores, such sums in float32 step by step of a warp, then
 //            warp by warp, part by part. Then the scales in float32 and one rounding, with a gate one of each z before it
-// launcher   grid at most the number of units, block 32 · kWarps, shared memory as Few.shared_bytes of
+// launcher   block 32 · kWarps, shared memory as Few.shared_bytes of
 //            engine/kernels/linear_w8.py says; partials [grid, 2, 8 · kTokenTiles, 16 · kRowTiles] int32 or float32;
-//            counters [grid], 0 before and after; num_tokens ≤ 8 · kTokenTiles; unit 1, or the steps of a tile; w_scale_step
-//            0 if one scale is for all, else 1; with a gate and blocks size is a multiple of 8
+//            counters [grid], 0 before and after; num_tokens ≤ 8 · kTokenTiles; a block has `share` steps, or tiles, and
+//            the first `rest` blocks one more; w_scale_step 0 if one scale is for all, else 1; with a gate and blocks size
+//            is a multiple of 8; fewer than 2^31 steps of all
 #include "activation.cuh"
 #include "coding.cuh"
 #include "reduce.cuh"
@@ -89,72 +91,85 @@ __device__ __forceinline__ void quantize_tokens(const T* x, index_t x_stride, co
   __syncthreads();
 }
 
-template <typename F, typename X, typename T, typename Y, Activation kActivation, bool kBlocks, int kRowTiles,
+// Codes of all tokens to where quantize_tokens would put them.
+template <int kThreads, typename X>
+__device__ __forceinline__ void copy_tokens(const X* x, index_t x_stride, int num_tokens, int in_features,
+                                            unsigned char* codes) {
+  const int num_steps = (in_features + kStep - 1) / kStep, num_pieces = num_steps * kPieces;
+  for (int token = 0; token < num_tokens; ++token)
+#pragma unroll 4
+    for (int i = threadIdx.x; i < num_pieces; i += kThreads) {
+      const bool valid = 16 * i < in_features;
+      store16(codes + (token * (num_steps - 1) + i / kPieces) * kStep + place(token, i % kPieces),
+              valid ? load16(x + token * x_stride + 16 * i) : make_uint4(0, 0, 0, 0));
+    }
+  __syncthreads();
+}
+
+template <typename F, typename X, bool kWhole, typename T, typename Y, Activation kActivation, bool kBlocks, int kRowTiles,
           int kTokenTiles, int kWarps, int kStages>
 __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16 / kWarps : 1)
     linear_w8(const X* x, const float* x_scale, const typename Coded<F>::Bits* __restrict__ weight,
               const float* __restrict__ w_scale, const T* __restrict__ bias, Y* y, typename Coded<F>::Sum* partials,
-              unsigned* counters, int num_tokens, int out_features, int in_features, int w_scale_step, int unit,
-              index_t x_stride) {
+              unsigned* counters, int num_tokens, int out_features, int in_features, int w_scale_step, bool split, int share,
+              int rest, index_t x_stride) {
   using Sum = typename Coded<F>::Sum;
   constexpr bool kExact = static_cast<Sum>(0.5f) == 0;  // int8
   constexpr int kTokens = 8 * kTokenTiles, kRows = 16 * kRowTiles, kThreads = 32 * kWarps;
   constexpr bool kGated = kActivation != kNone, kOwn = sizeof(X) == 2;  // kOwn: x is quantized here
+  static_assert(kWhole || !kOwn, "who quantizes must see the whole of a token");
   constexpr int kOuts = kGated ? kRows / 2 : kRows;
+  static_assert(kThreads % kOuts == 0, "a thread finishes one column of a tile");
   constexpr int kPitch = kRows + 4;
   constexpr int kRowScales = kGated ? 2 * kRowTiles : kRowTiles;  // of blocks
   dependency_launch();  // what comes after may fetch its own weights; it waits for y by itself
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, pair = lane % 4;
   const int num_steps = (in_features + kStep - 1) / kStep;
-  const int size = kGated ? out_features / 2 : out_features, num_tiles = (size + kOuts - 1) / kOuts;
-  const index_t num_units = static_cast<index_t>(num_tiles) * num_steps / unit;
-  const auto begin_of = [&](int block) { return static_cast<int>(block * num_units / gridDim.x) * unit; };
-  const auto block_of = [&](int step) {
-    return static_cast<int>(((step / unit + 1ll) * gridDim.x - 1) / num_units);
-  };
+  const int size = kGated ? out_features / 2 : out_features;
+  const int unit = split ? 1 : num_steps;
+  const auto begin_of = [&](int block) { return (block * share + min(block, rest)) * unit; };
   const int begin = begin_of(blockIdx.x), end = begin_of(blockIdx.x + 1);
-  // Row i of a tile in the weight: with a gate 8 of them, then the 8 that they are multiplied by. Rows that are not there
-  // are read as the last one.
-  const auto row_of = [&](int first_out, int i) {
-    return kGated ? min(first_out + i / 16 * 8 + i % 8, size - 1) + i / 8 % 2 * size : min(first_out + i, size - 1);
-  };
+  const int first_tile = split ? begin / num_steps : blockIdx.x * share + min(static_cast<int>(blockIdx.x), rest);
 
-  const int copied_tokens = kOwn ? 0 : num_tokens;
+  const int copied_tokens = kWhole ? 0 : num_tokens;
   const int scale_bytes = kBlocks ? (kRowScales + copied_tokens + 3) / 4 * 16 : 0;
   const int stage_bytes = (kRows + copied_tokens) * kStep + scale_bytes;
   unsigned char* const stages = dynamic_shared<unsigned char>() + warp * kStages * stage_bytes;
   Sum* const parts = reinterpret_cast<Sum*>(dynamic_shared<unsigned char>() + kWarps * kStages * stage_bytes);
   unsigned* const before = reinterpret_cast<unsigned*>(parts + 2 * kWarps * kTokens * kPitch);
-  unsigned char* const own = reinterpret_cast<unsigned char*>(before + 4);  // [num_tokens][num_steps][kStep]
-  float* const own_scales = reinterpret_cast<float*>(own + num_tokens * num_steps * kStep);  // as x_scale
+  unsigned char* const whole = reinterpret_cast<unsigned char*>(before + 4);  // [num_tokens][num_steps][kStep], if kWhole
+  float* const x_scales = reinterpret_cast<float*>(whole + (kWhole ? num_tokens * num_steps * kStep : 0));  // as x_scale
 
   // What this warp copies next: step `next` of all, which is step `step_at` of tile `tile_at`.
-  int next = begin + warp, tile_at = next / num_steps, step_at = next % num_steps;
+  int next = begin + warp, tile_at = first_tile, step_at = next - first_tile * num_steps;
+  while (step_at >= num_steps) step_at -= num_steps, ++tile_at;
   const auto advance = [&] {
     next += kWarps, step_at += kWarps;
-    if (step_at < num_steps) return;
-    tile_at += step_at / num_steps, step_at %= num_steps;
+    while (step_at >= num_steps) step_at -= num_steps, ++tile_at;
   };
   const auto copy_weight = [&](int stage) {
     if (next >= end) return;
     unsigned char* const to = stages + stage * stage_bytes;
-    const int piece = lane % kPieces, k = step_at * kStep + 16 * piece;
-    const bool valid = k < in_features;
+    const int row = lane / kPieces, piece = lane % kPieces, k = step_at * kStep + 16 * piece;
+    const int first_row = tile_at * kOuts + row;
+    const typename Coded<F>::Bits* const from = weight + static_cast<index_t>(first_row) * in_features + k;
 #pragma unroll
     for (int i = 0; i < kRows; i += 4) {
-      const int row = i + lane / kPieces;
-      const index_t from = static_cast<index_t>(row_of(tile_at * kOuts, row)) * in_features + k;
-      cp_async(to + place(row, piece), weight + (valid ? from : 0), valid);
+      const int more = kGated ? i / 16 * 8 + i % 8 : i;  // rows beyond the first; what is not there is 0
+      const bool valid = k < in_features && first_row + more < size;
+      const int offset = more + (kGated && i % 16 >= 8 ? size : 0);
+      cp_async(to + place(i + row, piece), valid ? from + static_cast<index_t>(offset) * in_features : weight, valid);
     }
     if constexpr (kBlocks)
       if (lane < kRowScales) {
-        const int row = row_of(tile_at * kOuts, lane * (kGated ? 8 : 16));
-        cp_async<4>(to + (kRows + copied_tokens) * kStep + 4 * lane, w_scale + row / kGroup * num_steps + step_at);
+        const int of = min(tile_at * kOuts + (kGated ? lane / 2 * 8 : lane * 16), size - 1);
+        const int block = (of + (kGated && lane % 2 == 1 ? size : 0)) / kGroup;
+        cp_async<4>(to + (kRows + copied_tokens) * kStep + 4 * lane, w_scale + block * num_steps + step_at);
       }
   };
   const auto copy_x = [&](int at, int step, int stage) {
-    if (kOwn || at >= end) return;
+    if (kWhole || at >= end) return;
     unsigned char* const to = stages + stage * stage_bytes + kRows * kStep;
     for (int i = lane; i < num_tokens * kPieces; i += 32) {
       const int token = i / kPieces, piece = i % kPieces, k = step * kStep + 16 * piece;
@@ -170,27 +185,47 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
     copy_weight(i);
-    if constexpr (kOwn) cp_async_commit();
+    if constexpr (kWhole) cp_async_commit();
     advance();
   }
+  int at = begin + warp, step = at - first_tile * num_steps;  // what this warp multiplies next
+  while (step >= num_steps) step -= num_steps;
   dependency_wait();
-  int at = begin + warp;
   if constexpr (kOwn) {
-    quantize_tokens<F, kBlocks, kThreads, kTokens>(x, x_stride, x_scale, num_tokens, in_features, own, own_scales);
+    quantize_tokens<F, kBlocks, kThreads, kTokens>(x, x_stride, x_scale, num_tokens, in_features, whole, x_scales);
   } else {
-    int step = at % num_steps;
+    const int num_scales = kBlocks ? kWhole ? num_tokens * num_steps : 0 : num_tokens;
+    for (int i = threadIdx.x; i < num_scales; i += kThreads) x_scales[i] = x_scale[i];
+    if constexpr (kWhole) {
+      copy_tokens<kThreads>(x, x_stride, num_tokens, in_features, whole);
+    } else {
+      int step_of_x = step;
 #pragma unroll
-    for (int i = 0; i < kStages - 1; ++i) {
-      copy_x(at + i * kWarps, step, i);
-      cp_async_commit();
-      step = (step + kWarps) % num_steps;
+      for (int i = 0; i < kStages - 1; ++i) {
+        copy_x(at + i * kWarps, step_of_x, i);
+        cp_async_commit();
+        step_of_x += kWarps;
+        while (step_of_x >= num_steps) step_of_x -= num_steps;
+      }
     }
   }
 
-  int stage = 0, step = at % num_steps, buffer = 0;
+  int stage = 0, buffer = 0;
   Sum sums[kRowTiles][kTokenTiles][4] = {};
-  for (int tile = begin / num_steps; begin < end && tile <= (end - 1) / num_steps; ++tile) {
-    const int tile_end = min(end, (tile + 1) * num_steps);
+  for (int tile = first_tile, first = first_tile * num_steps; first < end; ++tile, first += num_steps) {
+    // Row i of the tile in the weight: with a gate 8 of them, then the 8 that they are multiplied by. This thread will
+    // finish one column of y.
+    const int out = threadIdx.x % kOuts, column = tile * kOuts + out;
+    const int in_tile = kGated ? out / 8 * 16 + out % 8 : out;
+    float row_scales[2] = {1.0f, 1.0f}, biases[2] = {};
+#pragma unroll
+    for (int i = 0; i < (kGated ? 2 : 1); ++i)
+      if (column < size) {
+        if constexpr (!kBlocks) row_scales[i] = w_scale[(column + i * size) * w_scale_step];
+        if (bias != nullptr) biases[i] = to_float(bias[column + i * size]);
+      }
+
+    const int tile_end = min(end, first + num_steps);
     for (; at < tile_end; at += kWarps) {
       cp_async_wait<kStages - 2>();  // this step has come
       __syncwarp();                  // for all lanes, and the one before is used up
@@ -200,22 +235,22 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
       cp_async_commit();
       advance();
       const unsigned char* const from = stages + stage * stage_bytes;
+      const float* const scales = reinterpret_cast<const float*>(from + (kRows + copied_tokens) * kStep);  // of blocks
       stage = stage + 1 == kStages ? 0 : stage + 1;
 
       uint4 b[kTokenTiles][2];  // tokens that are not there are read as the last one
-      float x_scales[kTokenTiles][2];
+      float token_scales[kTokenTiles][2];
 #pragma unroll
       for (int t = 0; t < kTokenTiles; ++t) {
         const int token = min(8 * t + group, num_tokens - 1);
-        const unsigned char* const row = kOwn ? own + (token * (num_steps - 1) + step) * kStep : from + kRows * kStep;
+        const unsigned char* const row = kWhole ? whole + (token * (num_steps - 1) + step) * kStep : from + kRows * kStep;
         b[t][0] = load16(row + place(token, pair)), b[t][1] = load16(row + place(token, pair + 4));
-        if constexpr (kBlocks) {
-          const float* const scales =
-              kOwn ? own_scales + step : reinterpret_cast<const float*>(from + (kRows + num_tokens) * kStep) + kRowScales;
+        if constexpr (kBlocks)
 #pragma unroll
-          for (int i = 0; i < 2; ++i)
-            x_scales[t][i] = scales[min(8 * t + 2 * pair + i, num_tokens - 1) * (kOwn ? num_steps : 1)];
-        }
+          for (int i = 0; i < 2; ++i) {
+            const int of = min(8 * t + 2 * pair + i, num_tokens - 1);
+            token_scales[t][i] = kWhole ? x_scales[of * num_steps + step] : scales[kRowScales + of];
+          }
       }
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
@@ -233,21 +268,20 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
           Sum(&to)[4] = kExact ? sums[i][t] : part;
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const unsigned first[4] = {low[half].x, high[half].x, low[half].y, high[half].y};
-            const unsigned second[4] = {low[half].z, high[half].z, low[half].w, high[half].w};
+            const unsigned first_w[4] = {low[half].x, high[half].x, low[half].y, high[half].y};
+            const unsigned second_w[4] = {low[half].z, high[half].z, low[half].w, high[half].w};
             const unsigned first_x[2] = {b[t][half].x, b[t][half].y}, second_x[2] = {b[t][half].z, b[t][half].w};
-            mma_k32(to, first, first_x, F{});
-            mma_k32(to, second, second_x, F{});
+            mma_k32(to, first_w, first_x, F{});
+            mma_k32(to, second_w, second_x, F{});
           }
+          if constexpr (!kExact)
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            if constexpr (kBlocks) {
-              const float* const scales = reinterpret_cast<const float*>(from + (kRows + copied_tokens) * kStep);
-              sums[i][t][j] += part[j] * x_scales[t][j % 2] * scales[kGated ? 2 * i + j / 2 : i];
-            } else if constexpr (!kExact) {
-              sums[i][t][j] += part[j];
+            for (int j = 0; j < 4; ++j) {
+              if constexpr (kBlocks)
+                sums[i][t][j] += part[j] * (token_scales[t][j % 2] * scales[kGated ? 2 * i + j / 2 : i]);
+              else
+                sums[i][t][j] += part[j];
             }
-          }
         }
       }
       step += kWarps;
@@ -256,28 +290,15 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
 
     // The warps' sums, and from there to y, or to where the last block of this tile finds them. The other buffer is free
     // for the next tile when all have come to its barrier.
-    const int first = tile * num_steps, first_block = block_of(first);
-    const int others = block_of(first + num_steps - 1) - first_block;
-    const bool is_second = begin_of(first_block) < first;  // the first block has a part of another tile before this
-    const auto part_of = [&](int block) {
-      return partials + (2 * block + (block == first_block && is_second)) * static_cast<index_t>(kTokens * kRows);
-    };
-    const int first_out = tile * kOuts;
-    const auto finish = [&](int token, int out, auto sum_of) {
-      if (first_out + out >= size || token >= num_tokens) return;
+    const auto finish = [&](int token, auto sum_of) {
+      if (column >= size) return;
+      const float token_scale = kBlocks ? 1.0f : x_scales[token];
       const auto number_of = [&](int i) {
-        float z = static_cast<float>(sum_of(i));
-        const int row = row_of(first_out, i);
-        if constexpr (!kBlocks)
-          z = z * (kOwn ? own_scales[token] : x_scale[token]) * w_scale[row * w_scale_step];
-        return bias == nullptr ? z : z + to_float(bias[row]);
+        return static_cast<float>(sum_of(in_tile + 8 * i)) * token_scale * row_scales[i] + biases[i];
       };
-      float z = number_of(kGated ? out / 8 * 16 + out % 8 : out);
-      if constexpr (kGated) {
-        const float up = number_of(out / 8 * 16 + out % 8 + 8);
-        z = activation<kActivation>(to_float(from_float<T>(z))) * to_float(from_float<T>(up));
-      }
-      y[static_cast<index_t>(token) * size + first_out + out] = from_float<Y>(z);
+      float z = number_of(0);
+      if constexpr (kGated) z = activation<kActivation>(to_float(from_float<T>(z))) * to_float(from_float<T>(number_of(1)));
+      y[static_cast<index_t>(token) * size + column] = from_float<Y>(z);
     };
     Sum* const here = parts + buffer * kWarps * kTokens * kPitch;
     buffer ^= 1;
@@ -297,12 +318,24 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
       for (int other = 0; other < kWarps; ++other) sum += here[(other * kTokens + token) * kPitch + row];
       return sum;
     };
+    int first_block = blockIdx.x, others = 0;
+    if (split) {
+      const auto block_of = [&](int at_step) {
+        const int long_end = rest * (share + 1);
+        return at_step < long_end ? at_step / (share + 1) : rest + (at_step - long_end) / share;
+      };
+      first_block = block_of(first), others = block_of(first + num_steps - 1) - first_block;
+    }
     if (others == 0) {
-      for (int i = threadIdx.x; i < min(kTokens, num_tokens) * kOuts; i += kThreads)
-        finish(i / kOuts, i % kOuts, [&](int row) { return sum_of_warps(i / kOuts, row); });
+      for (int token = threadIdx.x / kOuts; token < num_tokens; token += kThreads / kOuts)
+        finish(token, [&](int row) { return sum_of_warps(token, row); });
       continue;
     }
-    for (int i = threadIdx.x; i < min(kTokens, num_tokens) * kRows; i += kThreads)
+    const bool is_second = begin_of(first_block) < first;  // the first block has a part of another tile before this
+    const auto part_of = [&](int block) {
+      return partials + (2 * block + (block == first_block && is_second)) * static_cast<index_t>(kTokens * kRows);
+    };
+    for (int i = threadIdx.x; i < num_tokens * kRows; i += kThreads)
       part_of(blockIdx.x)[i] = sum_of_warps(i / kRows, i % kRows);
     __threadfence();
     __syncthreads();
@@ -310,11 +343,11 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
     __syncthreads();
     if (static_cast<int>(*before) == others) {
       __threadfence();
-      for (int i = threadIdx.x; i < min(kTokens, num_tokens) * kOuts; i += kThreads)
-        finish(i / kOuts, i % kOuts, [&](int row) {
+      for (int token = threadIdx.x / kOuts; token < num_tokens; token += kThreads / kOuts)
+        finish(token, [&](int row) {
           Sum sum = 0;
           for (int other = 0; other <= others; ++other)
-            sum += __ldcg(part_of(first_block + other) + i / kOuts * kRows + row);
+            sum += __ldcg(part_of(first_block + other) + token * kRows + row);
           return sum;
         });
     }

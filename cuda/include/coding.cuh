@@ -30,13 +30,20 @@ __device__ __forceinline__ float scale_of(unsigned largest) {
   return __uint_as_float(largest) / Coded<F>::kMax;
 }
 
+// x / scale, rounded to the nearest as a division does it; inverse: 1 / scale.
+__device__ __forceinline__ float quotient(float x, float scale, float inverse) {
+  const float near = x * inverse, better = fmaf(fmaf(-near, scale, x), inverse, near);
+  return better == better ? better : near;  // of infinity
+}
+
 // Codes of four numbers, that of the first in the lowest byte: x / scale to the nearest, ties to even, saturating; 0
 // where the scale is 0, or with int8 NaN.
 __device__ __forceinline__ unsigned code4(const float* x, float scale, signed char) {
+  const float inverse = 1.0f / scale;
   unsigned codes = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float steps = x[i] / scale;
+    const float steps = quotient(x[i], scale, inverse);
     const int code = scale > 0.0f && steps == steps ? __float2int_rn(fminf(fmaxf(steps, -127.0f), 127.0f)) : 0;
     codes |= (static_cast<unsigned>(code) & 255u) << 8 * i;
   }
@@ -44,5 +51,9 @@ __device__ __forceinline__ unsigned code4(const float* x, float scale, signed ch
 }
 __device__ __forceinline__ unsigned code4(const float* x, float scale, e4m3) {
   if (scale == 0.0f) return 0;
-  return pack_e4m3(x[0] / scale, x[1] / scale) | static_cast<unsigned>(pack_e4m3(x[2] / scale, x[3] / scale)) << 16;
+  const float inverse = 1.0f / scale;
+  float steps[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) steps[i] = quotient(x[i], scale, inverse);
+  return pack_e4m3(steps[0], steps[1]) | static_cast<unsigned>(pack_e4m3(steps[2], steps[3])) << 16;
 }

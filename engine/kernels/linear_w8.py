@@ -1,12 +1,12 @@
 """Linear layers whose weights are of 8 bits. Defined by ref.quant.int8, ref.quant.fp8 and ref.quant.fp8_block.
 
-Activations are quantized first, by the same rule for any number of tokens. cuda/linear_w8.cu streams the weights for few
-tokens, and quantizes very few itself; engine.kernels.linear_w8_many is for more.
+Activations are quantized first, by the same rule for any number of tokens. cuda/linear_w8.cu streams the weights for
+few tokens, and quantizes one itself; engine.kernels.linear_w8_many is for more.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,23 +41,30 @@ class Few:
     def rows(self) -> int:
         return 16 * self.row_tiles
 
-    def shared_bytes(self, num_tokens: int, row_scales: int, num_steps: int) -> int:
-        """row_scales: of blocks in a stage, 0 if there are none. num_steps: of a token that the kernel quantizes, else 0."""
-        copied = 0 if num_steps else num_tokens
+    def row_scales(self, gated: bool, blocks: bool) -> int:
+        """In a stage, of blocks of the weight."""
+        return (1 + gated) * self.row_tiles * blocks
+
+    def room(self, device: Device) -> int:
+        """Bytes of shared memory that each block can have. An SM has 1 KiB more than a block, and each takes 1 KiB."""
+        return (device.max_shared_bytes + 1024) // self.blocks_per_sm - 1024
+
+    def shared_bytes(self, num_tokens: int, num_steps: int, row_scales: int, whole: bool) -> int:
+        """row_scales: see there; whole: all of x is in it."""
+        copied = 0 if whole else num_tokens
         stage = (self.rows + copied) * STEP + (ceil_div(row_scales + copied, 4) * 16 if row_scales else 0)
         parts = 2 * self.warps * 8 * self.token_tiles * (self.rows + 4) * 4 + 16
-        scales = 4 * num_tokens * (num_steps if row_scales else 1)
-        return self.warps * self.stages * stage + parts + (num_tokens * num_steps * STEP + scales if num_steps else 0)
+        x = num_tokens * num_steps * STEP if whole else 0
+        return self.warps * self.stages * stage + parts + x + 4 * num_tokens * (num_steps if row_scales else 1)
 
 
-# (most tokens, sizes, and those for the 99 KiB that a block has on most cards)
-CHOICES = (
-    (8, Few(1, 1, 8, 5, 1), Few(1, 1, 8, 4, 1)),
-    (16, Few(1, 2, 8, 4, 1), Few(1, 2, 8, 2, 1)),
-    (32, Few(2, 4, 8, 2, 1), Few(2, 4, 4, 2, 1)),
+CHOICES = (  # (most tokens, sizes)
+    (8, Few(2, 1, 4, 5, 2)),
+    (16, Few(2, 2, 8, 3, 1)),
+    (32, Few(2, 4, 8, 2, 1)),
 )
-OWN_BYTES = 32 << 10  # most codes of all tokens that the kernel makes itself; more are made before it
-OWN_TOKENS = 2
+MIN_STAGES = 2
+OWN_TOKENS, OWN_NUMBERS = 1, 16384  # up to so many tokens, and numbers in all, x is quantized by the kernel itself
 FEW_TOKENS = 32
 
 
@@ -69,12 +76,12 @@ def linear_w8(x: Array, weight: LinearWeight, *, device: Device, dtype: Any = No
     kernel = "linear_w8"
     _check(kernel, x, weight)
     dtype = x.dtype if dtype is None else dtype
-    if x.shape[0] > FEW_TOKENS:
+    if x.shape[0] > FEW_TOKENS or not _has_cores(weight, device):
         xq, x_scale = _quantized(x, weight, device)
         return linear_w8_many(xq, x_scale, weight, device=device, dtype=dtype)
     y = device.empty((x.shape[0], weight.out_features), dtype)
     if y.size:
-        _launch(kernel, x, weight, "kNone", y, device)
+        _few(kernel, x, weight, "kNone", y, device)
     return y
 
 
@@ -87,20 +94,25 @@ def linear_w8_gate_up_act(x: Array, weight: LinearWeight, activation: str, *, de
     _check(kernel, x, weight)
     if activation not in FUNCTIONS:
         raise KernelError(f"{kernel}: the activation {activation!r} has no kernel; there are {', '.join(FUNCTIONS)}")
-    if x.shape[0] > FEW_TOKENS:
+    if x.shape[0] > FEW_TOKENS or not _has_cores(weight, device):
         xq, x_scale = _quantized(x, weight, device)
         return linear_w8_many_gate_up_act(xq, x_scale, weight, activation, device=device, dtype=x.dtype)
     y = device.empty((x.shape[0], weight.out_features // 2), x.dtype)
     if y.size:
-        _launch(kernel, x, weight, FUNCTIONS[activation], y, device)
+        _few(kernel, x, weight, FUNCTIONS[activation], y, device)
     return y
 
 
 def _quantized(x: Array, weight: LinearWeight, device: Device) -> tuple[Array, Array | None]:
     """What the kernels multiply by: codes and scales, or x itself where there are no FP8 tensor cores."""
-    if weight.format == FP8 and not device.has_fp8:
+    if not _has_cores(weight, device):
         return x, None
     return quantize_activations(x, _kind(weight), device=device, input_scale=weight.tensors.get("input_scale"))
+
+
+def _has_cores(weight: LinearWeight, device: Device) -> bool:
+    """Whether tensor cores multiply codes like the weight's."""
+    return weight.format != FP8 or device.has_fp8
 
 
 def _kind(weight: LinearWeight) -> str:
@@ -108,48 +120,68 @@ def _kind(weight: LinearWeight) -> str:
     return FP8_BLOCK if weight.tensors["scale"].ndim == 2 else weight.format
 
 
-def _launch(kernel: str, x: Array, weight: LinearWeight, activation: str, y: Array, device: Device) -> None:
+def _few(kernel: str, x: Array, weight: LinearWeight, activation: str, y: Array, device: Device) -> None:
+    """y of linear_w8.cu, which quantizes x or finds it quantized."""
+    x_scale, storage = weight.tensors.get("input_scale"), type_name(kernel, "x", x)
+    if x.shape[0] > OWN_TOKENS or x.size > OWN_NUMBERS or not is_aligned(x):
+        x, x_scale = quantize_activations(x, _kind(weight), device=device, input_scale=x_scale)
+    launch_few(kernel, x, x_scale, weight, storage, activation, y, device)
+
+
+def launch_few(
+    kernel: str,
+    x: Array,
+    x_scale: Array | None,
+    weight: LinearWeight,
+    storage: str,
+    activation: str,
+    y: Array,
+    device: Device,
+) -> None:
+    """Starts linear_w8. x: codes, or numbers that it quantizes; x_scale: of the codes, or that of the checkpoint, or
+    None. storage: the C++ type of the bias, and of what gates are rounded to."""
     stored, scale = weight.tensors["weight"], weight.tensors["scale"]
     num_tokens, in_features, num_steps = x.shape[0], weight.in_features, ceil_div(weight.in_features, STEP)
-    storage, out = type_name(kernel, "x", x), type_name(kernel, "y", y)
-    owns = num_tokens <= OWN_TOKENS and num_tokens * in_features <= OWN_BYTES and is_aligned(x)
-    x_scale = weight.tensors.get("input_scale")
-    if not owns:
-        x, x_scale = quantize_activations(x, _kind(weight), device=device, input_scale=x_scale)
-    coding, dtype = CODES[_kind(weight)]
-    bits = storage if owns else {np.int8: "signed char", np.uint8: "unsigned char"}[dtype]
-
-    gated, blocks = activation != "kNone", scale.ndim == 2
-    choices = next(sizes for most, *sizes in CHOICES if num_tokens <= most)
-    shared = [
-        few.shared_bytes(num_tokens, (1 + gated) * few.row_tiles * blocks, num_steps * owns) for few in choices
-    ]
-    few, shared_bytes = next(
-        (pair for pair in zip(choices, shared, strict=True) if _fits(*pair, device)), (choices[-1], shared[-1])
-    )
+    whole, gated, blocks = x.itemsize == 2, activation != "kNone", scale.ndim == 2
+    few = _choose(num_tokens, num_steps, gated, blocks, whole, device)
     tiles = ceil_div(y.shape[1], few.rows // (1 + gated))
     room = few.blocks_per_sm * device.num_sms
-    unit = num_steps if tiles / (ceil_div(tiles, room) * room) >= WHOLE else 1
-    num_blocks = min(room, tiles * num_steps // unit)
+    split = tiles / (ceil_div(tiles, room) * room) < WHOLE
+    units = tiles * num_steps if split else tiles
+    num_blocks = min(room, units)
     sums = np.int32 if weight.format == INT8 else np.float32
     partials = device.empty((num_blocks, 2, 8 * few.token_tiles, few.rows), sums)
-    types = f"{coding}, {bits}, {storage}, {out}, {activation}, {'true' if blocks else 'false'}"
-    sizes = (num_tokens, weight.out_features, in_features, int(scale.shape[0] > 1), unit)
+    coding = CODES[_kind(weight)][0]
+    bits = storage if whole else "signed char" if weight.format == INT8 else "unsigned char"
+    types = f"{coding}, {bits}, {_bool(whole)}, {storage}, {type_name(kernel, 'y', y)}, {activation}, {_bool(blocks)}"
+    sizes = (num_tokens, weight.out_features, in_features, int(scale.shape[0] > 1))
     device.launch(
         Instance("linear_w8", f"linear_w8<{types}, {few.row_tiles}, {few.token_tiles}, {few.warps}, {few.stages}>"),
         (num_blocks,),
         (32 * few.warps,),
         [
             *(x, x_scale, stored, scale, weight.bias, y, partials, device.counters),
-            *(*map(np.int32, sizes), stride(x)),
+            *(*map(np.int32, sizes), np.bool_(split), *map(np.int32, divmod(units, num_blocks)), stride(x)),
         ],
-        shared_bytes=shared_bytes,
+        shared_bytes=few.shared_bytes(num_tokens, num_steps, few.row_scales(gated, blocks), whole),
     )
 
 
-def _fits(few: Few, shared_bytes: int, device: Device) -> bool:
-    """An SM has 1 KiB more than a block, and each block takes 1 KiB of it."""
-    return shared_bytes <= (device.max_shared_bytes + 1024) // few.blocks_per_sm - 1024
+def _choose(num_tokens: int, num_steps: int, gated: bool, blocks: bool, whole: bool, device: Device) -> Few:
+    """The line of CHOICES that holds, with fewer blocks, stages or warps if an SM has too little shared memory."""
+    few = next(sizes for most, sizes in CHOICES if num_tokens <= most)
+    while few.shared_bytes(num_tokens, num_steps, few.row_scales(gated, blocks), whole) > few.room(device):
+        if few.blocks_per_sm > 1:
+            few = replace(few, blocks_per_sm=few.blocks_per_sm - 1)
+        elif few.stages > MIN_STAGES:
+            few = replace(few, stages=few.stages - 1)
+        else:
+            few = replace(few, warps=few.warps // 2)
+    return few
+
+
+def _bool(value: bool) -> str:
+    return "true" if value else "false"
 
 
 def _check(kernel: str, x: Array, weight: LinearWeight) -> None:

@@ -186,7 +186,12 @@ def format_prompt() -> list[int]:
 
 def format_model(folder: str | Path, family: str, name: str) -> Path:
     """The checkpoint behind conformance/golden/formats/<family>-<name>.npz; returns the folder."""
-    folder, form, config = Path(folder), FORMATS[name], FORMAT_FAMILIES[family]
+    return format_folder(folder, FORMAT_FAMILIES[family], name)
+
+
+def format_folder(folder: str | Path, config: Config, name: str) -> Path:
+    """A model with this config whose weights are of a format, all from a seed; returns the folder."""
+    folder, form = Path(folder), FORMATS[name]
     tensors = family_tensors(config, form.seed)
     if form.smooth:
         tensors = smooth(with_outliers(tensors))

@@ -12,6 +12,7 @@ from conformance import (
     attention_needle,
     embedding,
     end_to_end,
+    format_models,
     gather_columns,
     golden,
     kernel_models,
@@ -82,7 +83,7 @@ def cases(target: str) -> list[Case]:
     if target == "cpu":
         return [case for op in OPS for case in op.cases()] + end_to_end.cases()
     if target in KERNEL_TARGETS:
-        return in_storages([case for op in OPS for case in op.cases()]) + kernel_models.cases()
+        return in_storages([case for op in OPS for case in op.cases()]) + kernel_models.cases() + format_models.cases()
     raise ValueError(f"target {target!r} is none of {', '.join(TARGETS)}")
 
 

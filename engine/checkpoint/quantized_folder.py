@@ -151,7 +151,7 @@ class QuantizedFolder:
             scales.append(scale.reshape(1) if spec.coded.scale == "tensor" else scale)
         tensors = {"scale": np.concatenate(scales)}
         if spec.coded.static:
-            tensors["input_scale"] = np.asarray(parts[0].input_scale, np.float32).reshape(1)
+            tensors["input_scale"] = np.array(parts[0].input_scale, np.float32).reshape(1)
         return tensors
 
     def _refuse_lost_codes(self, module: str, part: CodedWeight) -> None:

@@ -21,6 +21,7 @@ from engine.checkpoint.quantized import keep_packed
 from engine.checkpoint.source import resolve
 from engine.checkpoint.stored_tensor import StoredTensor, map_bytes, read_into
 from engine.checkpoint.stored_words import StoredWords, pack_words
+from engine.coded_kv import KVKind, parts_of
 from engine.comm.communicator import OneRank
 from engine.forward import EagerForward
 from engine.kv_cache import KVCache, make_kv_cache
@@ -52,7 +53,9 @@ class LikeStore:
         return self._namespace.empty(shape, self.dtype if dtype is None else dtype)
 
     def full(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Of NaN, for a cache."""
+        """Of NaN, for a cache; of codes the one that no number is rounded to."""
+        if np.issubdtype(dtype, np.integer):
+            return self._namespace.full(shape, 0x7F if np.dtype(dtype) == np.uint8 else -128, dtype)
         return self._namespace.asarray(np.full(shape, np.nan, np.float32)).astype(dtype)
 
     def read(self, tensor: StoredTensor, target: Array) -> None:
@@ -87,10 +90,12 @@ def make_runner(
     make_comm: Callable[[OpTable], OneRank] = OneRank,
     store: LikeStore | None = None,
     packed: bool = False,
+    kv_codes: KVKind | None = None,
 ) -> ModelRunner:
     """A runner of the checkpoint with room for these prompts; engine.build makes one over the machine's own ops.
 
     store: where weights and cache lie, and in what type; None = float32 of NumPy. packed: 4-bit weights stay so.
+    kv_codes: what the cache holds in place of numbers.
     """
     store = LikeStore(np.zeros(0, np.float32)) if store is None else store
     source = resolve(str(folder))
@@ -101,7 +106,7 @@ def make_runner(
     weights = prepare_weights(load_weights(source, weight_map, store, progress=False), weight_map, ops)
     model = architecture.build(config, weights, ops)
     num_blocks = sum(-(-len(prompt) // BLOCK_SIZE) for prompt in prompts) + 2
-    cache = make_kv_cache(model.cache_specs, num_blocks, BLOCK_SIZE, store.dtype, store.full)
+    cache = make_kv_cache(model.cache_specs, num_blocks, BLOCK_SIZE, store.dtype, store.full, kv_codes)
     rope = RopeTable(config.rope, config.rotary_dim, max(map(len, prompts)))
     sampler = Sampler(config.vocab_size, 1, ops.sampling)
     forward = EagerForward(model, make_comm(ops), cache, rope, len(prompts))
@@ -153,7 +158,7 @@ def run_step(
 
 def _beside(cache: KVCache, batch: ForwardBatch) -> ForwardBatch:
     """The batch with all arrays where the cache lies."""
-    namespace = namespace_of(next(iter((cache.k_cache | cache.latent_cache).values())))
+    namespace = namespace_of(parts_of(next(iter((cache.k_cache | cache.latent_cache).values())))[0])
     if namespace is np:
         return batch
     arrays = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "num_decodes"}

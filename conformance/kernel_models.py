@@ -18,13 +18,15 @@ from numpy.typing import NDArray
 
 from conformance.case import HALVES, Case, Inputs, Outputs
 from conformance.end_to_end import CHUNKS
-from conformance.engine_run import LikeStore, make_runner, run_chunks
+from conformance.engine_run import BLOCK_SIZE, LikeStore, make_runner, run_chunks
 from conformance.gguf_models import write_gguf
 from conformance.golden_families import FAMILY_GOLDENS, family_tensors
 from conformance.golden_models import GOLDEN_SEED, GOLDENS, Config, llama_config, random_ids, write_checkpoint
 from conformance.tolerance import FACTOR
+from engine.coded_kv import KVKind
 from engine.ops import OpTable
 from ref.config import parse_config
+from ref.model.cache import Cache
 from ref.model.fields import ModelConfig
 from ref.model.registry import forward
 
@@ -52,13 +54,21 @@ MODELS: dict[str, Config] = {
     "minicpm": {**FAMILY_GOLDENS["minicpm"], **_HIDDEN},
     "cpm1": {**FAMILY_GOLDENS["cpm1"], "n_embd": 256},
 }
+KV_CODES: dict[str, tuple[KVKind, str]] = {  # caches of codes: turned, windowed, normed, in pairs, and as they are
+    "llama3": ("fp8", "bfloat16"),
+    "mistral": ("int8", "bfloat16"),
+    "qwen3": ("fp8", "float16"),
+    "command_r": ("fp8", "bfloat16"),
+    "cpm1": ("int8", "float16"),
+}
 LOGITS = tuple(f"logits{i}" for i in range(len(PROMPT_LENGTHS)))
 
 
 def cases() -> list[Case]:
     """In their storage types already."""
     found = [_case(name, "chunks", storage) for storage in HALVES for name in MODELS]
-    return [*found, _case("llama3", "whole", "bfloat16"), _case("mistral", "decode", "bfloat16")]
+    found += [_case("llama3", "whole", "bfloat16"), _case("mistral", "decode", "bfloat16")]
+    return found + [_case(name, "chunks", storage, codes) for name, (codes, storage) in KV_CODES.items()]
 
 
 def write_model(folder: str, name: str, weights: dict[str, NDArray[np.float32]]) -> Path:
@@ -68,14 +78,14 @@ def write_model(folder: str, name: str, weights: dict[str, NDArray[np.float32]])
     return write_checkpoint(folder, MODELS[name], weights)
 
 
-def _case(name: str, chunking: str, storage: str) -> Case:
+def _case(name: str, chunking: str, storage: str, kv_codes: KVKind | None = None) -> Case:
     case = Case(
         stem="llama",
-        name=f"forward-{name}-{chunking}",
+        name=f"forward-{name}-{chunking}" + (f"-kv-{kv_codes}" if kv_codes else ""),
         axes={"golden": name, "chunks": CHUNKS[chunking]},
         make_inputs=lambda seed: _inputs(MODELS[name]),
-        reference=partial(_reference, stored_as=storage),
-        candidate=lambda ops, **inputs: _candidate(ops, name, CHUNKS[chunking], **inputs),
+        reference=partial(_reference, stored_as=storage, kv_codes=kv_codes),
+        candidate=lambda ops, **inputs: _candidate(ops, name, CHUNKS[chunking], kv_codes=kv_codes, **inputs),
         storages=(storage,),
         wide=LOGITS,
         undecided=UNDECIDED,
@@ -97,19 +107,26 @@ def _reference(
     prompts: list[list[int]],
     like: Array,
     stored_as: str,
+    kv_codes: KVKind | None,
     storage: str | None = None,
 ) -> Outputs:
     """Logits, and greedy ids but where two logits are nearer than they may err: each by FACTOR times what ref in the
     storage type does."""
     outputs: Outputs = {}
     for i, prompt in enumerate(prompts):
-        logits = forward(config, weights, prompt, storage=storage)
-        rounded = forward(config, weights, prompt, storage=stored_as)
+        logits, rounded = (
+            forward(config, weights, prompt, storage=to, cache=_coded_cache(prompt, kv_codes))
+            for to in (storage, stored_as)
+        )
         best = np.sort(logits, axis=-1)[:, -2:]
         margin = 2 * FACTOR * np.abs(rounded - logits).max(axis=-1)
         outputs[f"logits{i}"] = logits
         outputs[f"token_ids{i}"] = np.where(best[:, 1] - best[:, 0] < margin, UNDECIDED, np.argmax(logits, axis=-1))
     return outputs
+
+
+def _coded_cache(prompt: Sequence[int], kv_codes: KVKind | None) -> Cache | None:
+    return None if kv_codes is None else Cache(len(prompt), BLOCK_SIZE, len(prompt), kv_codes)
 
 
 def _candidate(
@@ -119,10 +136,11 @@ def _candidate(
     weights: dict[str, NDArray[np.float32]],
     prompts: list[list[int]],
     like: Array,
+    kv_codes: KVKind | None,
     **inputs: Any,
 ) -> Outputs:
     with tempfile.TemporaryDirectory() as folder:
-        runner = make_runner(write_model(folder, name, weights), ops, prompts, store=LikeStore(like))
+        runner = make_runner(write_model(folder, name, weights), ops, prompts, store=LikeStore(like), kv_codes=kv_codes)
     found = run_chunks(runner, prompts, chunks)
     outputs = {f"logits{i}": logits for i, logits in enumerate(found)}
     return outputs | {f"token_ids{i}": np.argmax(logits, axis=-1) for i, logits in enumerate(found)}

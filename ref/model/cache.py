@@ -11,6 +11,7 @@ from ref.attention import attention_prefill
 from ref.kv_cache import kv_cache_slots, kv_cache_write
 from ref.mla import mla_decode, mla_prefill
 from ref.mla_latent import latent_cache_write
+from ref.quant.kv import kv_dequantize, kv_quantize
 
 Array = NDArray[Any]
 
@@ -24,9 +25,11 @@ class Cache:
     k, v: by layer, [num_blocks, block_size, n_kv_heads, head_dim] (with `extend` [num_rows, n_kv_heads, head_dim]); or,
     with latent attention,
     latent: by layer, [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim].
+    codes: "fp8" or "int8": k and v are what is left of keys and values in a cache of such codes (ref.quant.kv).
     """
 
-    def __init__(self, num_tokens: int, block_size: int, table_tokens: int) -> None:
+    def __init__(self, num_tokens: int, block_size: int, table_tokens: int, codes: str | None = None) -> None:
+        self.codes = codes
         self.block_size = block_size
         self.block_table = np.arange(-(-num_tokens // block_size))[None, ::-1]
         self.table_tokens = table_tokens
@@ -48,6 +51,8 @@ class Cache:
             room = (self.block_table.shape[1], self.block_size)
             self.k[layer], self.v[layer] = np.zeros(room + k.shape[1:], k.dtype), np.zeros(room + v.shape[1:], v.dtype)
         k_cache, v_cache = self.k[layer], self.v[layer]
+        if self.codes is not None:
+            k, v = (kv_dequantize(*kv_quantize(x, self.codes)).astype(x.dtype) for x in (k, v))
         kv_cache_write(k, v, self._slots(len(q)), k_cache, v_cache)
         cu_seqlens_q, seq_lens = np.array([0, len(q)]), np.array([self.num_cached + len(q)])
         return attention_prefill(q, k_cache, v_cache, self.block_table, cu_seqlens_q, seq_lens, sm_scale, window)

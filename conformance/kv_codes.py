@@ -35,7 +35,7 @@ WRITES = {  # num_tokens, n_heads, n_kv_heads, head_dim, block_size
     "one-token": (1, 9, 3, 64, 16),
     "gqa": (37, 6, 2, 24, 16),
     "mqa": (65, 8, 1, 10, 8),
-    "dim80": (5, 8, 2, 80, 32),
+    "dim-80": (5, 8, 2, 80, 32),
     "dim128": (6, 16, 2, 128, 16),
     "dim256": (2, 2, 1, 256, 16),
 }
@@ -64,9 +64,10 @@ def decoded(inputs: Inputs) -> Inputs:
 
 def _writes(kind: str) -> list[Case]:
     found = [_write_case(f"{kind}-{name}", kind, shape) for name, shape in WRITES.items()]
+    if kind == "int8":  # only how a code is made is another thing
+        return [*found, _write_case(f"{kind}-qk-norm", kind, WRITES["mqa"], op="qk_norm_rope_kv_write")]
     found += [
-        _write_case(f"{kind}-plain-{name}", kind, WRITES[name], op="kv_cache_write")
-        for name in ("gqa", "mqa", "dim128")
+        _write_case(f"{kind}-plain-{name}", kind, WRITES[name], op="kv_cache_write") for name in ("mqa", "dim128")
     ]
     found += [
         _write_case(f"{kind}-qk-norm-{name}", kind, WRITES[name], op="qk_norm_rope_kv_write")
@@ -75,7 +76,7 @@ def _writes(kind: str) -> list[Case]:
     return [
         *found,
         _write_case(f"{kind}-interleaved", kind, WRITES["gqa"], interleaved=True),
-        _write_case(f"{kind}-part", kind, WRITES["dim80"], rotary_dim=32, skip=WHOLE),
+        _write_case(f"{kind}-part", kind, WRITES["dim-80"], rotary_dim=32, skip=WHOLE),
         _write_case(f"{kind}-padding", kind, WRITES["gqa"], num_padding=PADDING, skip=NO_PADDING),
     ]
 
@@ -230,26 +231,30 @@ def _reads(kind: str) -> list[Case]:
         "block-1": {"seq_lens": (7, 3), "block_size": 1},
         "mha": {"seq_lens": MIXED, "n_heads": 4, "n_kv_heads": 4},
         "gqa7-dim80": {"seq_lens": (40, 17, 1), "n_heads": 14, "head_dim": 80, "block_size": 16},
-        "gqa16-dim96": {"seq_lens": (50, 3), "n_heads": 16, "n_kv_heads": 1, "head_dim": 96, "block_size": 1},
-        "gqa8-dim128": {"seq_lens": (63, 65), "n_heads": 16, "head_dim": 128, "block_size": 32},
-        "gqa24-dim256": {"seq_lens": (20, 70), "n_heads": 24, "n_kv_heads": 1, "head_dim": 256, "block_size": 16},
+        "heads16-dim96": {"seq_lens": (50, 3), "n_heads": 16, "n_kv_heads": 1, "head_dim": 96, "block_size": 1},
+        "heads8-dim128": {"seq_lens": (63, 65), "n_heads": 16, "head_dim": 128, "block_size": 32},
+        "heads24-dim256": {"seq_lens": (20, 70), "n_heads": 24, "n_kv_heads": 1, "head_dim": 256, "block_size": 16},
         "splits": {"seq_lens": (600, 90), "n_heads": 8, "head_dim": 128, "block_size": 16},
-        "splits-window-70": {"seq_lens": (260, 140), "n_heads": 2, "n_kv_heads": 1, "block_size": 16, "window": 70},
+        "window-70": {"seq_lens": (260, 140), "n_heads": 2, "n_kv_heads": 1, "block_size": 16, "window": 70},
         "window-7": {"seq_lens": MIXED, "window": 7},
         "no-sequence": {"seq_lens": ()},
     }
     prefills = {
         "one-token": {"query_lens": (1,), "seq_lens": (1,)},
         "chunks": {"query_lens": CHUNKS[0], "seq_lens": CHUNKS[1]},
-        "chunks-block1": {"query_lens": CHUNKS[0], "seq_lens": CHUNKS[1], "block_size": 1},
+        "block-1": {"query_lens": CHUNKS[0], "seq_lens": CHUNKS[1], "block_size": 1},
         "gqa7-dim80": {"query_lens": CHUNKS[0], "seq_lens": CHUNKS[1], "n_heads": 14, "head_dim": 80},
-        "gqa4-dim128": {"query_lens": CHUNKS[0], "seq_lens": CHUNKS[1], "n_heads": 8, "head_dim": 128},
+        "heads4-dim128": {"query_lens": CHUNKS[0], "seq_lens": CHUNKS[1], "n_heads": 8, "head_dim": 128},
         "dim96": {"query_lens": CHUNKS[0], "seq_lens": CHUNKS[1], "n_heads": 2, "n_kv_heads": 1, "head_dim": 96},
         "dim256": {"query_lens": (9, 40), "seq_lens": (70, 45), "n_heads": 2, "n_kv_heads": 1, "head_dim": 256},
         "tiles": {"query_lens": TILES[0], "seq_lens": TILES[1], "n_heads": 2, "n_kv_heads": 1, "block_size": 16},
         "tiles-window-20": {"query_lens": TILES[0], "seq_lens": TILES[1], "n_heads": 2, "n_kv_heads": 1, "window": 20},
         "window-5": {"query_lens": CHUNKS[0], "seq_lens": CHUNKS[1], "window": 5},
     }
+    if kind == "int8":  # only how a code is read is another thing
+        few = ("mixed", "heads8-dim128", "heads24-dim256", "splits", "window-70")
+        few += ("chunks", "heads4-dim128", "tiles-window-20")
+        decodes, prefills = ({name: axes for name, axes in of.items() if name in few} for of in (decodes, prefills))
     found = [_read_case(f"decode-{kind}-{name}", kind, attention_decode, **axes) for name, axes in decodes.items()]
     found += [_read_case(f"prefill-{kind}-{name}", kind, attention_prefill, **axes) for name, axes in prefills.items()]
     sizes = {"tiny": 2.0**-12, "huge": 2.0**9}  # of values; the heads of the others are near 1
@@ -340,7 +345,7 @@ def _disturb_reads(inputs: Inputs, rng: np.random.Generator) -> Kept:
 
 
 def _copies(kind: str) -> list[Case]:
-    shapes = {"one": (1, 8, 128, 16), "odd": (5, 3, 7, 3), "wide": (3, 8, 96, 33)}
+    shapes = {"odd": (5, 3, 7, 3), "wide": (3, 8, 96, 33)} if kind == "fp8" else {"one": (1, 8, 128, 16)}
     return [
         _copy_case(f"{op}-{kind}-{name}", kind, op, *shape) for op in ("copy", "swap") for name, shape in shapes.items()
     ]

@@ -73,9 +73,10 @@ SHAPES = {
     "logits-eleven-tokens-fp8": Shape(11, 256, 200, FP8, op="logits"),
     "gated-no-tokens": Shape(0, 128, 64, activation="silu"),
     "gated-one-token": Shape(1, 256, 96, activation="silu"),
-    "gated-one-token-block": Shape(1, 256, 288, BLOCK, activation="silu"),
+    "gated-one-token-block": Shape(1, 256, 256, BLOCK, activation="silu"),
+    "gated-ragged": Shape(2, 256, 288, BLOCK, activation="silu"),  # a block has gates and what they are multiplied by
     "gated-odd": Shape(3, 336, 80, FP8, bias=True, activation="gelu_new"),
-    "gated-nine-tokens-block": Shape(9, 272, 288, BLOCK, activation="silu", bias=True),
+    "gated-nine-tokens-block": Shape(9, 272, 512, BLOCK, activation="silu", bias=True),
     "gated-splits": Shape(12, 1664, 64, bias=True, activation="silu"),
     "gated-seventeen-tokens": Shape(17, 256, 144, activation="silu"),
     "gated-many-tokens": Shape(80, 256, 144, FP8, bias=True, activation="silu"),

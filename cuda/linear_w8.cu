@@ -4,7 +4,7 @@
 //            x_scale[m, k / kGroup] · w_scale[n / kGroup, k / kGroup] inside the sum; y = z, or with a gate
 //            y[m, n] = f(z[m, n]) · z[m, size + n] with size = out_features / 2
 // tensors    x [num_tokens, in_features], rows x_stride apart: codes of F, or T, which is quantized here as quantize.cu does
-//            it; x_scale float32 [num_tokens] or [num_tokens, ⌈in_features / kGroup⌉], but if x is T the one scale of all,
+//            it, or multiplied as it is; x_scale float32 [num_tokens] or [num_tokens, ⌈in_features / kGroup⌉], but if x is T the one scale of all,
 //            or null; weight [out_features, in_features] codes of F; w_scale float32 [1], [out_features] or
 //            [⌈out_features / kGroup⌉, ⌈in_features / kGroup⌉]; bias [out_features] T or null; y [num_tokens, out_features
 //            or size] Y. in_features and x_stride are multiples of 16 bytes; x and weight at multiples of 16 bytes
@@ -13,20 +13,50 @@
 //            or if not split the tiles; its warps take them in turn and add up at the end of a tile. kStages − 1 steps of a
 //            warp are on the way through shared memory, each weight once; x goes with them, or all of it before. Where a
 //            tile is not one block's alone, the one that comes last adds up the parts
-// template   F signed char (int8) or e4m3; X the type of x; kWhole whether a block has all of x in shared memory; T bf16 or
-//            fp16; Y the same or float; kActivation f, or kNone without a gate; kBlocks whether scales are of blocks;
-//            kRowTiles; kTokenTiles of 8 tokens; kWarps; kStages ≥ 2
+// template   F signed char (int8), e4m3, or Decoded: e4m3 that is decoded in registers, with x as it is; X the type of x;
+//            T bf16 or fp16; Y the same or float; kActivation f, or
+//            kNone without a gate; kBlocks whether scales are of blocks; kRowTiles; kTokenTiles of 8 tokens; kWarps; kStages
 // sums       int8: int32, exact. e4m3: 128 products by the tensor cores, such sums in float32 step by step of a warp, then
 //            warp by warp, part by part. Then the scales in float32 and one rounding, with a gate one of each z before it
-// launcher   block 32 · kWarps, shared memory as Few.shared_bytes of
-//            engine/kernels/linear_w8.py says; partials [grid, 2, 8 · kTokenTiles, 16 · kRowTiles] int32 or float32;
-//            counters [grid], 0 before and after; num_tokens ≤ 8 · kTokenTiles; a block has `share` steps, or tiles, and
-//            the first `rest` blocks one more; w_scale_step 0 if one scale is for all, else 1; with a gate and blocks size
-//            is a multiple of 8; fewer than 2^31 steps of all
+// launcher   block 32 · kWarps, shared memory as Few.shared_bytes of engine/kernels/linear_w8.py says; partials [grid, 2,
+//            8 · kTokenTiles, 16 · kRowTiles] int32 or float32; counters [grid], 0 before and after; num_tokens ≤ 8 ·
+//            kTokenTiles; kStages ≥ 2; a block has `share` steps, or tiles, and the first `rest` blocks one more;
+//            w_scale_step 0 if one scale is for all, else 1; with a gate and blocks size is a multiple of kGroup; fewer than 2^31
+//            steps of all
 #include "activation.cuh"
 #include "coding.cuh"
 #include "reduce.cuh"
 #include "vec.cuh"
+
+struct Decoded {};  // as F: codes of e4m3 that are decoded and multiplied by x as it is, where there are no FP8 tensor cores
+template <>
+struct Coded<Decoded> : Coded<e4m3> {};
+template <typename F>
+constexpr bool is_decoded = false;
+template <>
+constexpr bool is_decoded<Decoded> = true;
+
+// Four codes of e4m3 as numbers of T in two registers, times 1 / kUnit.
+template <typename T>
+struct Decoder;
+template <>
+struct Decoder<fp16> {  // four bits of exponent where there are five
+  static constexpr float kUnit = 256.0f;
+  __device__ __forceinline__ static unsigned two(unsigned high_bytes) {
+    return (high_bytes & 0x80008000u) | (high_bytes & 0x7f007f00u) >> 1;
+  }
+};
+template <>
+struct Decoder<bf16> {  // and where there are eight: times 2⁻¹²⁰, which is too little to be left to the products
+  static constexpr float kUnit = 1.0f;
+  __device__ __forceinline__ static unsigned two(unsigned high_bytes) {
+    return multiply_bf16((high_bytes & 0x80008000u) | (high_bytes & 0x7f007f00u) >> 4, 0x7b807b80u);
+  }
+};
+template <typename T>
+__device__ __forceinline__ void decode4(unsigned codes, unsigned (&to)[2]) {
+  to[0] = Decoder<T>::two(__byte_perm(codes, 0u, 0x1404)), to[1] = Decoder<T>::two(__byte_perm(codes, 0u, 0x3424));
+}
 
 constexpr int kStep = kGroup;  // columns of a step
 constexpr int kPieces = 8;     // of 16 bytes, of a row in a step
@@ -34,6 +64,9 @@ constexpr int kPieces = 8;     // of 16 bytes, of a row in a step
 // Piece p of row r lies at place p ^ (4 · (r % 2)) of its 128 bytes: the 8 pieces of two rows that lanes read at once are in
 // different banks.
 __device__ __forceinline__ int place(int row, int piece) { return row * kStep + (piece ^ (row % 2 * 4)) * 16; }
+
+// The same for a token's 256 bytes.
+__device__ __forceinline__ int wide_place(int row, int piece) { return row * 2 * kStep + (piece ^ row % 2) * 16; }
 
 // Codes of all tokens [num_tokens][⌈in_features / kStep⌉ steps][kStep], the pieces of a step where place puts them, and their
 // scales [num_tokens], or [num_tokens][steps] in groups. fixed: the scale of all, or null.
@@ -91,22 +124,7 @@ __device__ __forceinline__ void quantize_tokens(const T* x, index_t x_stride, co
   __syncthreads();
 }
 
-// Codes of all tokens to where quantize_tokens would put them.
-template <int kThreads, typename X>
-__device__ __forceinline__ void copy_tokens(const X* x, index_t x_stride, int num_tokens, int in_features,
-                                            unsigned char* codes) {
-  const int num_steps = (in_features + kStep - 1) / kStep, num_pieces = num_steps * kPieces;
-  for (int token = 0; token < num_tokens; ++token)
-#pragma unroll 4
-    for (int i = threadIdx.x; i < num_pieces; i += kThreads) {
-      const bool valid = 16 * i < in_features;
-      store16(codes + (token * (num_steps - 1) + i / kPieces) * kStep + place(token, i % kPieces),
-              valid ? load16(x + token * x_stride + 16 * i) : make_uint4(0, 0, 0, 0));
-    }
-  __syncthreads();
-}
-
-template <typename F, typename X, bool kWhole, typename T, typename Y, Activation kActivation, bool kBlocks, int kRowTiles,
+template <typename F, typename X, typename T, typename Y, Activation kActivation, bool kBlocks, int kRowTiles,
           int kTokenTiles, int kWarps, int kStages>
 __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16 / kWarps : 1)
     linear_w8(const X* x, const float* x_scale, const typename Coded<F>::Bits* __restrict__ weight,
@@ -116,12 +134,14 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
   using Sum = typename Coded<F>::Sum;
   constexpr bool kExact = static_cast<Sum>(0.5f) == 0;  // int8
   constexpr int kTokens = 8 * kTokenTiles, kRows = 16 * kRowTiles, kThreads = 32 * kWarps;
-  constexpr bool kGated = kActivation != kNone, kOwn = sizeof(X) == 2;  // kOwn: x is quantized here
-  static_assert(kWhole || !kOwn, "who quantizes must see the whole of a token");
+  constexpr bool kGated = kActivation != kNone, kDecoded = is_decoded<F>;
+  constexpr bool kOwn = sizeof(X) == 2 && !kDecoded;  // x is quantized here
+  constexpr int kXBytes = kStep * (kDecoded ? 2 : 1), kXPieces = kXBytes / 16;  // of a token in a step
   constexpr int kOuts = kGated ? kRows / 2 : kRows;
   static_assert(kThreads % kOuts == 0, "a thread finishes one column of a tile");
   constexpr int kPitch = kRows + 4;
-  constexpr int kRowScales = kGated ? 2 * kRowTiles : kRowTiles;  // of blocks
+  static_assert(kGroup % kOuts == 0, "a tile lies within a block");
+  constexpr int kRowScales = kGated ? 2 : 1;  // of blocks: of all rows of a tile, or of its gates and of the others
   dependency_launch();  // what comes after may fetch its own weights; it waits for y by itself
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, pair = lane % 4;
@@ -132,14 +152,14 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
   const int begin = begin_of(blockIdx.x), end = begin_of(blockIdx.x + 1);
   const int first_tile = split ? begin / num_steps : blockIdx.x * share + min(static_cast<int>(blockIdx.x), rest);
 
-  const int copied_tokens = kWhole ? 0 : num_tokens;
+  const int copied_tokens = kOwn ? 0 : num_tokens;
   const int scale_bytes = kBlocks ? (kRowScales + copied_tokens + 3) / 4 * 16 : 0;
-  const int stage_bytes = (kRows + copied_tokens) * kStep + scale_bytes;
+  const int scales_at = kRows * kStep + copied_tokens * kXBytes, stage_bytes = scales_at + scale_bytes;
   unsigned char* const stages = dynamic_shared<unsigned char>() + warp * kStages * stage_bytes;
   Sum* const parts = reinterpret_cast<Sum*>(dynamic_shared<unsigned char>() + kWarps * kStages * stage_bytes);
   unsigned* const before = reinterpret_cast<unsigned*>(parts + 2 * kWarps * kTokens * kPitch);
-  unsigned char* const whole = reinterpret_cast<unsigned char*>(before + 4);  // [num_tokens][num_steps][kStep], if kWhole
-  float* const x_scales = reinterpret_cast<float*>(whole + (kWhole ? num_tokens * num_steps * kStep : 0));  // as x_scale
+  unsigned char* const whole = reinterpret_cast<unsigned char*>(before + 4);  // [num_tokens][num_steps][kStep], if kOwn
+  float* const x_scales = reinterpret_cast<float*>(whole + (kOwn ? num_tokens * num_steps * kStep : 0));  // as x_scale
 
   // What this warp copies next: step `next` of all, which is step `step_at` of tile `tile_at`.
   int next = begin + warp, tile_at = first_tile, step_at = next - first_tile * num_steps;
@@ -163,29 +183,29 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
     }
     if constexpr (kBlocks)
       if (lane < kRowScales) {
-        const int of = min(tile_at * kOuts + (kGated ? lane / 2 * 8 : lane * 16), size - 1);
-        const int block = (of + (kGated && lane % 2 == 1 ? size : 0)) / kGroup;
-        cp_async<4>(to + (kRows + copied_tokens) * kStep + 4 * lane, w_scale + block * num_steps + step_at);
+        const int block = (tile_at * kOuts + lane * size) / kGroup;
+        cp_async<4>(to + scales_at + 4 * lane, w_scale + block * num_steps + step_at);
       }
   };
   const auto copy_x = [&](int at, int step, int stage) {
-    if (kWhole || at >= end) return;
+    if (kOwn || at >= end) return;
     unsigned char* const to = stages + stage * stage_bytes + kRows * kStep;
-    for (int i = lane; i < num_tokens * kPieces; i += 32) {
-      const int token = i / kPieces, piece = i % kPieces, k = step * kStep + 16 * piece;
+    for (int i = lane; i < num_tokens * kXPieces; i += 32) {
+      const int token = i / kXPieces, piece = i % kXPieces, k = step * kStep + kStep / kXPieces * piece;
       const bool valid = k < in_features;
-      cp_async(to + place(token, piece), x + (valid ? token * x_stride + k : 0), valid);
+      unsigned char* const room = to + (kDecoded ? wide_place(token, piece) : place(token, piece));
+      cp_async(room, x + (valid ? token * x_stride + k : 0), valid);
     }
-    if constexpr (kBlocks)
+    if constexpr (kBlocks && !kDecoded)
       for (int token = lane; token < num_tokens; token += 32)
-        cp_async<4>(to + num_tokens * kStep + 4 * (kRowScales + token), x_scale + token * num_steps + step);
+        cp_async<4>(to + num_tokens * kXBytes + 4 * (kRowScales + token), x_scale + token * num_steps + step);
   };
 
   // The weights are there whatever the kernel before does; x is not.
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
     copy_weight(i);
-    if constexpr (kWhole) cp_async_commit();
+    if constexpr (kOwn) cp_async_commit();
     advance();
   }
   int at = begin + warp, step = at - first_tile * num_steps;  // what this warp multiplies next
@@ -194,19 +214,14 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
   if constexpr (kOwn) {
     quantize_tokens<F, kBlocks, kThreads, kTokens>(x, x_stride, x_scale, num_tokens, in_features, whole, x_scales);
   } else {
-    const int num_scales = kBlocks ? kWhole ? num_tokens * num_steps : 0 : num_tokens;
-    for (int i = threadIdx.x; i < num_scales; i += kThreads) x_scales[i] = x_scale[i];
-    if constexpr (kWhole) {
-      copy_tokens<kThreads>(x, x_stride, num_tokens, in_features, whole);
-    } else {
-      int step_of_x = step;
+    if (!kBlocks && !kDecoded && threadIdx.x < num_tokens) x_scales[threadIdx.x] = x_scale[threadIdx.x];
+    int step_of_x = step;
 #pragma unroll
-      for (int i = 0; i < kStages - 1; ++i) {
-        copy_x(at + i * kWarps, step_of_x, i);
-        cp_async_commit();
-        step_of_x += kWarps;
-        while (step_of_x >= num_steps) step_of_x -= num_steps;
-      }
+    for (int i = 0; i < kStages - 1; ++i) {
+      copy_x(at + i * kWarps, step_of_x, i);
+      cp_async_commit();
+      step_of_x += kWarps;
+      while (step_of_x >= num_steps) step_of_x -= num_steps;
     }
   }
 
@@ -235,21 +250,25 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
       cp_async_commit();
       advance();
       const unsigned char* const from = stages + stage * stage_bytes;
-      const float* const scales = reinterpret_cast<const float*>(from + (kRows + copied_tokens) * kStep);  // of blocks
+      const float* const scales = reinterpret_cast<const float*>(from + scales_at);  // of blocks
       stage = stage + 1 == kStages ? 0 : stage + 1;
 
-      uint4 b[kTokenTiles][2];  // tokens that are not there are read as the last one
-      float token_scales[kTokenTiles][2];
+      uint4 b[kTokenTiles][kXPieces / 4];  // tokens that are not there are read as the last one
+      float scale_of[kTokenTiles][kRowScales][2];  // of blocks: that of two tokens times that of rows
 #pragma unroll
       for (int t = 0; t < kTokenTiles; ++t) {
         const int token = min(8 * t + group, num_tokens - 1);
-        const unsigned char* const row = kWhole ? whole + (token * (num_steps - 1) + step) * kStep : from + kRows * kStep;
-        b[t][0] = load16(row + place(token, pair)), b[t][1] = load16(row + place(token, pair + 4));
+        const unsigned char* const row = kOwn ? whole + (token * (num_steps - 1) + step) * kStep : from + kRows * kStep;
+#pragma unroll
+        for (int i = 0; i < kXPieces / 4; ++i)
+          b[t][i] = load16(row + (kDecoded ? wide_place(token, i / 2 * 8 + 2 * pair + i % 2) : place(token, pair + 4 * i)));
         if constexpr (kBlocks)
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int of = min(8 * t + 2 * pair + i, num_tokens - 1);
-            token_scales[t][i] = kWhole ? x_scales[of * num_steps + step] : scales[kRowScales + of];
+            const float one = kDecoded ? 1.0f : kOwn ? x_scales[of * num_steps + step] : scales[kRowScales + of];
+#pragma unroll
+            for (int rows = 0; rows < kRowScales; ++rows) scale_of[t][rows][i] = one * scales[rows];
           }
       }
 #pragma unroll
@@ -261,24 +280,39 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
           high[half] = load16(from + place(16 * i + 8 + group, pair + 4 * half));
         }
         // A thread's 16 bytes are columns 16·pair … of 64. Which of them the tensor cores call k = 4·pair is of no account
-        // as long as weight and x agree: the first half serves one mma of 32, the last another.
+        // as long as weight and x agree: the first half serves one mma of 32, the last another. Decoded, each quarter
+        // serves one of 16.
 #pragma unroll
         for (int t = 0; t < kTokenTiles; ++t) {
           Sum part[4] = {};
           Sum(&to)[4] = kExact ? sums[i][t] : part;
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const unsigned first_w[4] = {low[half].x, high[half].x, low[half].y, high[half].y};
-            const unsigned second_w[4] = {low[half].z, high[half].z, low[half].w, high[half].w};
-            const unsigned first_x[2] = {b[t][half].x, b[t][half].y}, second_x[2] = {b[t][half].z, b[t][half].w};
-            mma_k32(to, first_w, first_x, F{});
-            mma_k32(to, second_w, second_x, F{});
+            if constexpr (kDecoded) {
+              const unsigned lows[4] = {low[half].x, low[half].y, low[half].z, low[half].w};
+              const unsigned highs[4] = {high[half].x, high[half].y, high[half].z, high[half].w};
+              const uint4 x0 = b[t][2 * half], x1 = b[t][2 * half + 1];
+              const unsigned xs[4][2] = {{x0.x, x0.y}, {x0.z, x0.w}, {x1.x, x1.y}, {x1.z, x1.w}};
+#pragma unroll
+              for (int j = 0; j < 4; ++j) {
+                unsigned of_low[2], of_high[2];
+                decode4<T>(lows[j], of_low), decode4<T>(highs[j], of_high);
+                const unsigned a[4] = {of_low[0], of_high[0], of_low[1], of_high[1]};
+                mma_k16(part, a, xs[j], T{});
+              }
+            } else {
+              const unsigned first_w[4] = {low[half].x, high[half].x, low[half].y, high[half].y};
+              const unsigned second_w[4] = {low[half].z, high[half].z, low[half].w, high[half].w};
+              const unsigned first_x[2] = {b[t][half].x, b[t][half].y}, second_x[2] = {b[t][half].z, b[t][half].w};
+              mma_k32(to, first_w, first_x, F{});
+              mma_k32(to, second_w, second_x, F{});
+            }
           }
           if constexpr (!kExact)
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
               if constexpr (kBlocks)
-                sums[i][t][j] += part[j] * (token_scales[t][j % 2] * scales[kGated ? 2 * i + j / 2 : i]);
+                sums[i][t][j] += part[j] * scale_of[t][kGated ? j / 2 : 0][j % 2];
               else
                 sums[i][t][j] += part[j];
             }
@@ -292,7 +326,7 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
     // for the next tile when all have come to its barrier.
     const auto finish = [&](int token, auto sum_of) {
       if (column >= size) return;
-      const float token_scale = kBlocks ? 1.0f : x_scales[token];
+      const float token_scale = kDecoded ? Decoder<T>::kUnit : kBlocks ? 1.0f : x_scales[token];
       const auto number_of = [&](int i) {
         return static_cast<float>(sum_of(in_tile + 8 * i)) * token_scale * row_scales[i] + biases[i];
       };

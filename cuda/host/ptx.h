@@ -114,6 +114,11 @@ HOST_MMA(mma_k32, int, signed char, mma_s8)
 HOST_MMA(mma_k32, float, e4m3, mma_e4m3)
 #undef HOST_MMA
 
+inline unsigned multiply_bf16(unsigned a, unsigned b) {
+  const auto half = [](unsigned bits) { return to_float(bf16{static_cast<unsigned short>(bits)}); };
+  return pack_bf16(half(a) * half(b), half(a >> 16) * half(b >> 16));
+}
+
 inline void named_barrier(int id, int num_threads, HOST_SITE_PARAMETERS) {
   host::barrier(id, static_cast<unsigned>(num_threads), 0, {"named_barrier", file, line});
 }

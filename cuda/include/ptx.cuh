@@ -121,6 +121,13 @@ __device__ __forceinline__ void mma_k32(float (&d)[4], const unsigned (&a)[4], c
 }
 #undef MMA
 
+// Products of two numbers each, rounded to bf16; subnormal numbers are taken as they are.
+__device__ __forceinline__ unsigned multiply_bf16(unsigned a, unsigned b) {
+  unsigned y;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(0x80008000u));  // −0: the sign of a zero stays
+  return y;
+}
+
 // Waits for num_threads threads of the block (a multiple of 32) at barrier number id, 1 to 15.
 __device__ __forceinline__ void named_barrier(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");

@@ -13,7 +13,7 @@ import numpy as np
 
 from engine.coded8 import COLUMNS, DTYPES, FP8, INT8, TILE
 from engine.errors import KernelError
-from engine.kernels.activation import FUNCTIONS
+from engine.kernels.activation import FUNCTIONS, gate_up_act
 from engine.kernels.check import ceil_div, is_aligned, require, require_aligned, require_contiguous, stride, type_name
 from engine.kernels.device import Device, Instance
 from engine.kernels.linear_w8_many import linear_w8_many, linear_w8_many_gate_up_act
@@ -41,25 +41,22 @@ class Few:
     def rows(self) -> int:
         return 16 * self.row_tiles
 
-    def row_scales(self, gated: bool, blocks: bool) -> int:
-        """In a stage, of blocks of the weight."""
-        return (1 + gated) * self.row_tiles * blocks
-
     def room(self, device: Device) -> int:
         """Bytes of shared memory that each block can have. An SM has 1 KiB more than a block, and each takes 1 KiB."""
         return (device.max_shared_bytes + 1024) // self.blocks_per_sm - 1024
 
-    def shared_bytes(self, num_tokens: int, num_steps: int, row_scales: int, whole: bool) -> int:
-        """row_scales: see there; whole: all of x is in it."""
+    def shared_bytes(self, num_tokens: int, num_steps: int, row_scales: int, whole: bool, itemsize: int = 1) -> int:
+        """row_scales: of blocks, in a stage; whole: all of x is in it, else with numbers of itemsize bytes."""
         copied = 0 if whole else num_tokens
-        stage = (self.rows + copied) * STEP + (ceil_div(row_scales + copied, 4) * 16 if row_scales else 0)
+        scales = ceil_div(row_scales + copied, 4) * 16 if row_scales else 0
+        stage = (self.rows + copied * itemsize) * STEP + scales
         parts = 2 * self.warps * 8 * self.token_tiles * (self.rows + 4) * 4 + 16
         x = num_tokens * num_steps * STEP if whole else 0
         return self.warps * self.stages * stage + parts + x + 4 * num_tokens * (num_steps if row_scales else 1)
 
 
 CHOICES = (  # (most tokens, sizes)
-    (8, Few(2, 1, 4, 5, 2)),
+    (8, Few(2, 1, 8, 4, 1)),
     (16, Few(2, 2, 8, 3, 1)),
     (32, Few(2, 4, 8, 2, 1)),
 )
@@ -76,7 +73,7 @@ def linear_w8(x: Array, weight: LinearWeight, *, device: Device, dtype: Any = No
     kernel = "linear_w8"
     _check(kernel, x, weight)
     dtype = x.dtype if dtype is None else dtype
-    if x.shape[0] > FEW_TOKENS or not _has_cores(weight, device):
+    if x.shape[0] > FEW_TOKENS:
         xq, x_scale = _quantized(x, weight, device)
         return linear_w8_many(xq, x_scale, weight, device=device, dtype=dtype)
     y = device.empty((x.shape[0], weight.out_features), dtype)
@@ -94,7 +91,9 @@ def linear_w8_gate_up_act(x: Array, weight: LinearWeight, activation: str, *, de
     _check(kernel, x, weight)
     if activation not in FUNCTIONS:
         raise KernelError(f"{kernel}: the activation {activation!r} has no kernel; there are {', '.join(FUNCTIONS)}")
-    if x.shape[0] > FEW_TOKENS or not _has_cores(weight, device):
+    if weight.tensors["scale"].ndim == 2 and weight.out_features // 2 % TILE:  # a block has gates and others
+        return gate_up_act(linear_w8(x, weight, device=device), activation, device=device)
+    if x.shape[0] > FEW_TOKENS:
         xq, x_scale = _quantized(x, weight, device)
         return linear_w8_many_gate_up_act(xq, x_scale, weight, activation, device=device, dtype=x.dtype)
     y = device.empty((x.shape[0], weight.out_features // 2), x.dtype)
@@ -123,7 +122,9 @@ def _kind(weight: LinearWeight) -> str:
 def _few(kernel: str, x: Array, weight: LinearWeight, activation: str, y: Array, device: Device) -> None:
     """y of linear_w8.cu, which quantizes x or finds it quantized."""
     x_scale, storage = weight.tensors.get("input_scale"), type_name(kernel, "x", x)
-    if x.shape[0] > OWN_TOKENS or x.size > OWN_NUMBERS or not is_aligned(x):
+    if not _has_cores(weight, device):
+        require_aligned(kernel, "x", x)
+    elif x.shape[0] > OWN_TOKENS or x.size > OWN_NUMBERS or not is_aligned(x):
         x, x_scale = quantize_activations(x, _kind(weight), device=device, input_scale=x_scale)
     launch_few(kernel, x, x_scale, weight, storage, activation, y, device)
 
@@ -138,12 +139,15 @@ def launch_few(
     y: Array,
     device: Device,
 ) -> None:
-    """Starts linear_w8. x: codes, or numbers that it quantizes; x_scale: of the codes, or that of the checkpoint, or
-    None. storage: the C++ type of the bias, and of what gates are rounded to."""
+    """Starts linear_w8. x: codes, or numbers, which it quantizes, or takes as they are without FP8 cores; x_scale:
+    of the codes, or that of the checkpoint, or None. storage: the C++ type of the bias, and of what gates are rounded
+    to."""
     stored, scale = weight.tensors["weight"], weight.tensors["scale"]
     num_tokens, in_features, num_steps = x.shape[0], weight.in_features, ceil_div(weight.in_features, STEP)
-    whole, gated, blocks = x.itemsize == 2, activation != "kNone", scale.ndim == 2
-    few = _choose(num_tokens, num_steps, gated, blocks, whole, device)
+    decoded, gated, blocks = not _has_cores(weight, device), activation != "kNone", scale.ndim == 2
+    whole = x.itemsize == 2 and not decoded
+    shape = (num_tokens, num_steps, gated, blocks, whole, x.itemsize)
+    few = _choose(shape, device)
     tiles = ceil_div(y.shape[1], few.rows // (1 + gated))
     room = few.blocks_per_sm * device.num_sms
     split = tiles / (ceil_div(tiles, room) * room) < WHOLE
@@ -151,9 +155,9 @@ def launch_few(
     num_blocks = min(room, units)
     sums = np.int32 if weight.format == INT8 else np.float32
     partials = device.empty((num_blocks, 2, 8 * few.token_tiles, few.rows), sums)
-    coding = CODES[_kind(weight)][0]
-    bits = storage if whole else "signed char" if weight.format == INT8 else "unsigned char"
-    types = f"{coding}, {bits}, {_bool(whole)}, {storage}, {type_name(kernel, 'y', y)}, {activation}, {_bool(blocks)}"
+    coding = "Decoded" if decoded else CODES[_kind(weight)][0]
+    bits = storage if x.itemsize == 2 else "signed char" if weight.format == INT8 else "unsigned char"
+    types = f"{coding}, {bits}, {storage}, {type_name(kernel, 'y', y)}, {activation}, {_bool(blocks)}"
     sizes = (num_tokens, weight.out_features, in_features, int(scale.shape[0] > 1))
     device.launch(
         Instance("linear_w8", f"linear_w8<{types}, {few.row_tiles}, {few.token_tiles}, {few.warps}, {few.stages}>"),
@@ -163,14 +167,22 @@ def launch_few(
             *(x, x_scale, stored, scale, weight.bias, y, partials, device.counters),
             *(*map(np.int32, sizes), np.bool_(split), *map(np.int32, divmod(units, num_blocks)), stride(x)),
         ],
-        shared_bytes=few.shared_bytes(num_tokens, num_steps, few.row_scales(gated, blocks), whole),
+        shared_bytes=_bytes(few, shape),
     )
 
 
-def _choose(num_tokens: int, num_steps: int, gated: bool, blocks: bool, whole: bool, device: Device) -> Few:
+Shape = tuple[int, int, bool, bool, bool, int]  # tokens, steps, gated, blocks, whole, bytes of a number of x
+
+
+def _bytes(few: Few, shape: Shape) -> int:
+    num_tokens, num_steps, gated, blocks, whole, itemsize = shape
+    return few.shared_bytes(num_tokens, num_steps, (1 + gated) * blocks, whole, itemsize)
+
+
+def _choose(shape: Shape, device: Device) -> Few:
     """The line of CHOICES that holds, with fewer blocks, stages or warps if an SM has too little shared memory."""
-    few = next(sizes for most, sizes in CHOICES if num_tokens <= most)
-    while few.shared_bytes(num_tokens, num_steps, few.row_scales(gated, blocks), whole) > few.room(device):
+    few = next(sizes for most, sizes in CHOICES if shape[0] <= most)
+    while _bytes(few, shape) > few.room(device):
         if few.blocks_per_sm > 1:
             few = replace(few, blocks_per_sm=few.blocks_per_sm - 1)
         elif few.stages > MIN_STAGES:

@@ -25,7 +25,7 @@
 //            steps of all
 #include "activation.cuh"
 #include "coding.cuh"
-#include "reduce.cuh"
+#include "maximum.cuh"
 #include "vec.cuh"
 
 struct Decoded {};  // as F: codes of e4m3 that are decoded and multiplied by x as it is, where there are no FP8 tensor cores

@@ -11,6 +11,7 @@
 //            before it is normed; a quotient is rounded to float32, then to the code
 // launcher   grid = num_rows, block = whole warps, at most 512 threads, threads · kRounds · 8 ≥ size; no fixed with groups
 #include "coding.cuh"
+#include "maximum.cuh"
 #include "rmsnorm.cuh"
 
 // Bytes 0 and 1 of low and high by turns.

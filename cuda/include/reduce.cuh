@@ -1,4 +1,4 @@
-// Sums and maxima over a warp and over a block, sums in one fixed order: the same bits in every run.
+// Sums over a warp and over a block, in one fixed order: the same bits in every run.
 #pragma once
 
 #include "dtype.cuh"
@@ -14,14 +14,6 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// The largest of them, in the same way.
-template <int kLanes = 32>
-__device__ __forceinline__ unsigned warp_max(unsigned x) {
-#pragma unroll
-  for (int offset = kLanes / 2; offset > 0; offset /= 2) x = max(x, __shfl_xor_sync(kAllLanes, x, offset));
-  return x;
-}
-
 // Sum over the block, whose size is a multiple of 32; every thread gets it. `scratch` is shared memory that nothing
 // else uses: a second sum in the same kernel needs a scratch of its own.
 __device__ __forceinline__ float block_sum(float x, float (&scratch)[kMaxWarps]) {
@@ -30,11 +22,4 @@ __device__ __forceinline__ float block_sum(float x, float (&scratch)[kMaxWarps])
   if (lane == 0) scratch[threadIdx.x / 32] = x;
   __syncthreads();
   return warp_sum(lane < num_warps ? scratch[lane] : 0.0f);
-}
-__device__ __forceinline__ unsigned block_max(unsigned x, unsigned (&scratch)[kMaxWarps]) {
-  const int lane = threadIdx.x % 32, num_warps = blockDim.x / 32;
-  x = warp_max(x);
-  if (lane == 0) scratch[threadIdx.x / 32] = x;
-  __syncthreads();
-  return warp_max(lane < num_warps ? scratch[lane] : 0u);
 }

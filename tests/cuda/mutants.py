@@ -25,15 +25,25 @@ def mutants(stem: str, file: str, *faults: tuple[str, str, str]) -> list[Mutant]
 MUTANTS = (
     *mutants(
         "rmsnorm",
-        "rmsnorm.cu",
+        "include/rmsnorm.cuh",
         ("mean over all threads", "static_cast<float>(size) + eps", "static_cast<float>(blockDim.x * 8) + eps"),
         ("eps forgotten", "/ static_cast<float>(size) + eps", "/ static_cast<float>(size)"),
         ("eps outside the root", "static_cast<float>(size) + eps);", "static_cast<float>(size)) + eps;"),
         ("weight forgotten", "*= scale * weight[round][i]", "*= scale"),
+        ("sum of x not of squares", "sum += x[round][i] * x[round][i]", "sum += x[round][i]"),
+        (
+            "shared memory is one float short",
+            "float scratch[kMaxWarps];\n  float sum",
+            "float scratch[kMaxWarps];\n  scratch[threadIdx.x] = 0.0f;\n  float sum",
+        ),
+    ),
+    *mutants(
+        "rmsnorm",
+        "rmsnorm.cu",
         (
             "row offset wraps",
-            "y + row * size, size, eps);\n}\n\n//",
-            "y + static_cast<signed char>(row * size), size, eps);\n}\n\n//",
+            "y + row * size, size, values);\n}\n\n//",
+            "y + static_cast<signed char>(row * size), size, values);\n}\n\n//",
         ),
         (
             "row of the neighbour",
@@ -44,12 +54,6 @@ MUTANTS = (
             "stride of x is its size",
             "x + row * x_stride, size, values);\n  add",
             "x + row * size, size, values);\n  add",
-        ),
-        ("sum of x not of squares", "sum += x[round][i] * x[round][i]", "sum += x[round][i]"),
-        (
-            "shared memory is one float short",
-            "float scratch[kMaxWarps];\n  float sum",
-            "float scratch[kMaxWarps];\n  scratch[threadIdx.x] = 0.0f;\n  float sum",
         ),
     ),
     *mutants(

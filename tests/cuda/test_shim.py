@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from conformance.host import Library
 from conformance.host_device import ORDERS
 from ref.numerics import bf16_bits
+from ref.quant.fp8 import FP8_MIDPOINTS, FP8_TABLE, fp8_decode, fp8_encode
 
 KERNELS = Path(__file__).parent / "kernels"
 MMA = {  # C++ types of the operands and of the sum, depth, by dtype
@@ -22,14 +23,15 @@ MMA = {  # C++ types of the operands and of the sum, depth, by dtype
     "float8_e4m3fn": "e4m3, float, 32",
 }
 PLAIN = ("shuffles", "votes", "atomics", "native_shared", "found_in_shared", "named_barriers_128")
-PLAIN += ("ldmatrices_32", "copies_32", "polls")
+PLAIN += ("ldmatrices_32", "copies_32", "polls", "codes", "products_bf16")
 X = np.random.default_rng(0).integers(-5, 8, 64).astype(np.int32)
 NAN = 0xFFFFFFFF  # the bits of poison
 
 
 @pytest.fixture(scope="module")
 def library() -> Library:
-    names = [*PLAIN, *(f"mma_32<{types}>" for types in MMA.values()), "roundings<bf16>", "roundings<fp16>"]
+    names = [*PLAIN, *(f"mma_32<{types}>" for types in MMA.values())]
+    names += [f"roundings<{name}>" for name in ("bf16", "fp16", "e4m3")]
     return Library(KERNELS / "shim.cu", names)
 
 
@@ -151,6 +153,33 @@ def test_roundings(library: Library, name: str, dtype: Any) -> None:
         expected = bf16_bits(x) if name == "bf16" else x.astype(np.float16).view(np.uint16)
     np.testing.assert_array_equal(y.view(np.uint16), expected)
     np.testing.assert_array_equal(back, y.astype(np.float32))
+
+
+def test_codes_of_e4m3(library: Library) -> None:
+    """Every code, the middles between two, which go to the even one, what is just beside them, and what saturates."""
+    exact = FP8_TABLE[~np.isnan(FP8_TABLE)]
+    middles = np.concatenate([FP8_MIDPOINTS, -FP8_MIDPOINTS]).astype(np.float32)
+    beside = [np.nextafter(middles, np.float32(to)) for to in (np.inf, -np.inf)]
+    special = np.array([448.1, -448.1, 464, 1e6, np.inf, -np.inf, np.nan, -0.0, 1e-30, 2**-10], np.float32)
+    x = np.concatenate([exact, middles, *beside, special]).astype(np.float32)
+    y, back = np.zeros(len(x), ml_dtypes.float8_e4m3fn), np.zeros(len(x), np.float32)
+    library.launch("roundings<e4m3>", (1,), (64,), [x, y, back, np.int32(len(x))])
+    np.testing.assert_array_equal(y.view(np.uint8), fp8_encode(x))
+    np.testing.assert_array_equal(back, fp8_decode(fp8_encode(x)))
+    pairs = np.zeros(len(x) // 2, np.uint16)
+    library.launch("codes", (1,), (64,), [x, pairs, np.int32(len(x))])
+    np.testing.assert_array_equal(pairs.view(np.uint8), fp8_encode(x)[: 2 * len(pairs)])
+
+
+def test_products_of_bf16_keep_subnormal_numbers(library: Library) -> None:
+    rng = np.random.default_rng(3)
+    a, b = (rng.integers(0, 1 << 16, 256, dtype=np.uint16) & 0xBFFF for _ in range(2))  # none infinite or NaN
+    a[:8], b[:8] = np.arange(8), 0x7B80  # 2¹²⁰ times the smallest
+    y = np.zeros(128, np.uint32)
+    library.launch("products_bf16", (1,), (64,), [a.view(np.uint32), b.view(np.uint32), y, np.int32(128)])
+    numbers = [bits.view(ml_dtypes.bfloat16).astype(np.float32) for bits in (a, b)]
+    np.testing.assert_array_equal(y.view(np.uint16), bf16_bits(numbers[0] * numbers[1]))
+    assert (y.view(np.uint16)[1:8] > 0).all()
 
 
 def test_a_poll_lets_others_run(library: Library, how: dict[str, Any]) -> None:

@@ -132,6 +132,14 @@ __global__ void roundings(const float* x, T* y, float* back, int n) {
   }
 }
 
+__global__ void codes(const float* x, unsigned short* pairs, int n) {
+  for (int i = threadIdx.x; i < n / 2; i += blockDim.x) pairs[i] = pack_e4m3(x[2 * i], x[2 * i + 1]);
+}
+
+__global__ void products_bf16(const unsigned* a, const unsigned* b, unsigned* y, int n) {
+  for (int i = threadIdx.x; i < n; i += blockDim.x) y[i] = multiply_bf16(a[i], b[i]);
+}
+
 // A warp waits for another by polling; only a schedule that lets others run can end.
 __global__ void polls(int* flag) {
   if (threadIdx.x == 0)

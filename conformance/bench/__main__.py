@@ -87,7 +87,7 @@ def _run(found: Sequence[Row], args: argparse.Namespace, cupy: Any, timer: Graph
     if not gpu.has_wgmma:
         found = [row for row in found if not row.hopper]
     rivals = _rivals(timer) if args.peers else None
-    notes = Notes(gpu.num_sms, gpu.max_shared_bytes, gpu.has_wgmma)
+    notes = Notes(gpu.num_sms, gpu.max_shared_bytes, gpu.has_wgmma, gpu.has_fp8)
     kernels = kernels_of_rows(found, _places(notes, dry=True))
     gpu.prepare(kernels)
     places = _places(gpu)

@@ -18,6 +18,7 @@ class Arch:
     sm_shared_bytes: int
     sm_threads: int
     sm_blocks: int
+    has_fp8: bool  # tensor cores for it
 
     def blocks_per_sm(self, threads: int, num_registers: int, shared_bytes: int) -> int:
         """How many blocks of this size an SM holds at once; 0: not even one.
@@ -38,10 +39,10 @@ class Arch:
 
 
 ARCHES = {
-    "sm_80": Arch(108, 163 << 10, 164 << 10, 2048, 32),  # A100
-    "sm_86": Arch(82, 99 << 10, 100 << 10, 1536, 16),  # RTX 3090
-    "sm_89": Arch(128, 99 << 10, 100 << 10, 1536, 24),  # RTX 4090
-    "sm_90": Arch(132, 227 << 10, 228 << 10, 2048, 32),  # H100, H200
-    "sm_100": Arch(148, 227 << 10, 228 << 10, 2048, 32),  # B200
-    "sm_120": Arch(170, 99 << 10, 100 << 10, 1536, 24),  # RTX 5090
+    "sm_80": Arch(108, 163 << 10, 164 << 10, 2048, 32, False),  # A100
+    "sm_86": Arch(82, 99 << 10, 100 << 10, 1536, 16, False),  # RTX 3090
+    "sm_89": Arch(128, 99 << 10, 100 << 10, 1536, 24, True),  # RTX 4090
+    "sm_90": Arch(132, 227 << 10, 228 << 10, 2048, 32, True),  # H100, H200
+    "sm_100": Arch(148, 227 << 10, 228 << 10, 2048, 32, True),  # B200
+    "sm_120": Arch(170, 99 << 10, 100 << 10, 1536, 24, True),  # RTX 5090
 }

@@ -41,7 +41,7 @@ class Use:
 def notes_for(arch: str) -> Notes:
     """A device that takes notes as a common card of this arch would be used."""
     about = ARCHES[arch]
-    return Notes(about.num_sms, about.block_shared_bytes, arch == "sm_90")
+    return Notes(about.num_sms, about.block_shared_bytes, arch == "sm_90", about.has_fp8)
 
 
 def launches_of(configs: Iterable[ModelConfig], arch: str, dtypes: Iterable[Any] = DTYPES) -> tuple[Launch, ...]:

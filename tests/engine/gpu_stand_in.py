@@ -225,7 +225,7 @@ def copy_rows(address: int, to: Array, num_rows: int, row_bytes: int) -> None:
 class Gpu:
     """A device that knows one kernel, the one that the forward pass launches itself."""
 
-    num_sms, max_shared_bytes, has_wgmma = 4, 99 << 10, False
+    num_sms, max_shared_bytes, has_wgmma, has_fp8 = 4, 99 << 10, False, True
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         return empty(shape, dtype)

@@ -45,6 +45,7 @@ LAYERS = (
         "engine.kernels.forward",
         "engine.kernels.graphs",
         "engine.kernels.store",
+        "engine.kernels.dry_load",
         "engine.kernels.dry_run",
         "engine.kernels.resources",
         "engine.kernels.__main__",

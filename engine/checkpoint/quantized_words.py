@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from engine.checkpoint.stored_tensor import StoredTensor, map_bytes
 from engine.checkpoint.stored_words import Layout, StoredPart, StoredWords, integers_of, mapped
 from engine.packed4 import SYMMETRIC_ZERO
-from engine.weights import LinearSpec
+from engine.weights import LinearSpec, WeightMap
 from ref.quant.awq import AwqConfig
 from ref.quant.gptq import GptqConfig
-from ref.quant.scheme_config import Scheme
+from ref.quant.scheme_config import Scheme, module_scheme
 
 PER_WORD = 8
 NAMES: dict[Layout, tuple[str, str, str, str]] = {  # of words, scales, zeros, and the groups of columns
@@ -37,7 +37,7 @@ def stored_words(spec: LinearSpec, scheme: Scheme, tensors: Mapping[str, StoredT
         ValueError: names the module, and the tensor that is missing, misshapen or wrong.
     """
     assert spec.packed is not None
-    layout: Layout = "awq" if isinstance(scheme, AwqConfig) else "gptq" if isinstance(scheme, GptqConfig) else "rows"
+    layout = _layout(scheme)
     offset = int(isinstance(scheme, GptqConfig) and scheme.checkpoint_format == "gptq")
     parts, orders = [], []
     for name, _, rows in spec.modules():
@@ -62,6 +62,17 @@ def stored_words(spec: LinearSpec, scheme: Scheme, tensors: Mapping[str, StoredT
         return None
     in_order = None if np.array_equal(orders[0], np.arange(spec.in_features)) else orders[0]
     return StoredWords(layout, tuple(parts), spec.in_features, spec.packed.group_size, offset, spec.gated, in_order)
+
+
+def layer_layout(spec: LinearSpec, weight_map: WeightMap) -> Layout:
+    """Of a layer that keep_packed calls packed."""
+    return _layout(module_scheme(weight_map.quantization, spec.parts[0][0]))
+
+
+def _layout(scheme: Scheme | None) -> Layout:
+    if isinstance(scheme, AwqConfig):
+        return "awq"
+    return "gptq" if isinstance(scheme, GptqConfig) else "rows"
 
 
 def _part(module: str, rows: int, spec: LinearSpec, layout: Layout, tensors: Mapping[str, StoredTensor]) -> StoredPart:

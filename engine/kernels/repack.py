@@ -80,6 +80,22 @@ def repack4(
     return {"weight": weight, "scales": scales} | ({} if zeros is None else {"zeros": zeros})
 
 
+def blank_part(layout: Layout, rows: int, in_features: int, groups: int, scales: Any, zeros: bool) -> Part:
+    """Of zeros, which take no memory before they are touched."""
+    words, of_scales, of_zeros = _shapes(layout, rows, in_features, groups)
+    return Part(
+        rows, np.zeros(words, np.int32), np.zeros(of_scales, scales), np.zeros(of_zeros, np.int32) if zeros else None
+    )
+
+
+def _shapes(layout: Layout, rows: int, in_features: int, groups: int) -> tuple[tuple[int, int], ...]:
+    """Of words, scales and zeros."""
+    if layout == "rows":
+        return (rows, in_features // 8), (rows, groups), (rows // 8, groups)
+    words = (in_features // 8, rows) if layout == "gptq" else (in_features, rows // 8)
+    return words, (groups, rows), (groups, rows // 8)
+
+
 def _check(layout: Layout, parts: Sequence[Part], in_features: int, groups: int, gated: bool) -> None:
     """Raises KernelError for parts that do not fit each other or the kernel."""
     kernel = "repack4"
@@ -93,15 +109,14 @@ def _check(layout: Layout, parts: Sequence[Part], in_features: int, groups: int,
         rows = part.rows
         if rows % 8 or in_features % 8:
             raise KernelError(f"{kernel}: a weight {[rows, in_features]}; expected multiples of 8")
-        words = {"gptq": (in_features // 8, rows), "awq": (in_features, rows // 8), "rows": (rows, in_features // 8)}
-        require(kernel, "words", part.words, words[layout], np.int32)
-        require(kernel, "scales", part.scales, (rows, groups) if layout == "rows" else (groups, rows))
+        words, scales, zeros = _shapes(layout, rows, in_features, groups)
+        require(kernel, "words", part.words, words, np.int32)
+        require(kernel, "scales", part.scales, scales)
         if part.scales.dtype != parts[0].scales.dtype or (part.zeros is None) != (parts[0].zeros is None):
             raise KernelError(f"{kernel}: the parts have scales of different types, or only some have zeros")
         arrays = {"words": part.words, "scales": part.scales}
         if part.zeros is not None:
-            shape = (rows // 8, groups) if layout == "rows" else (groups, rows // 8)
-            require(kernel, "zeros", part.zeros, shape, np.int32)
+            require(kernel, "zeros", part.zeros, zeros, np.int32)
             arrays["zeros"] = part.zeros
         for name, array in arrays.items():
             require_contiguous(kernel, name, array)

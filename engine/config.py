@@ -149,6 +149,7 @@ class EngineConfig:
     cuda_arch: CudaArch = "auto"  # auto: the GPU's own
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "int8"] = "auto"  # auto: that of activations
+    w4a8: Literal["off", "int8", "fp8"] = "off"  # activations of many tokens, where weights are of 4 bits; GPU only
     load_format: Literal["auto", "dummy"] = "auto"
     seed: int = 0
     max_model_len: int | None = None  # None: the checkpoint's own limit
@@ -185,7 +186,7 @@ class EngineConfig:
         found: list[tuple[str, str]] = []
         for name, low, high in _INT_RANGES:
             found += _int_problem(name, getattr(self, name), low, high)
-        for name in ("device", "cuda_arch", "dtype", "kv_cache_dtype", "load_format"):
+        for name in ("device", "cuda_arch", "dtype", "kv_cache_dtype", "w4a8", "load_format"):
             choices = get_args(get_type_hints(EngineConfig)[name])
             if getattr(self, name) not in choices:
                 found.append((name, f"is {getattr(self, name)!r}; it must be one of {', '.join(choices)}"))

@@ -88,6 +88,13 @@ OPTIONS = (
         "token, and hold nearly twice the tokens; fp8 is fp8_e4m3",
         metavar="auto|fp8|fp8_e4m3|int8",
     ),
+    Option(
+        "w4a8",
+        text,
+        "quantize the activations of long prompts where weights have 4 bits: quicker from 256 tokens a step on, on a "
+        "GPU of compute capability 9.0",
+        metavar="off|int8|fp8",
+    ),
     Option("load_format", text, "dummy fills the weights from the seed instead of the files", metavar="auto|dummy"),
     Option("seed", integer, "seed of dummy weights and of requests that bring none"),
     Option("max_model_len", integer, "longest prompt and output together, in tokens; the model's own limit by default"),

@@ -7,9 +7,10 @@ lacks one or holds one more. Models never look inside a LinearWeight: its format
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from engine.packed4 import PACKED, PACKED_GATED
 from ref.quant.scheme_config import QuantConfig
 
 EMBEDDING, HEAD = "embed_tokens", "lm_head"  # dest names that tied weights share
@@ -145,3 +146,12 @@ class Weights:
             if weight.bias is not None:
                 buffers[id(weight.bias)] = int(weight.bias.nbytes)
         return sum(buffers.values())
+
+
+def with_activations(weights: Weights, kind: ActivationKind) -> Weights:
+    """The same, but that activations of packed layers are quantized to this kind where there are many tokens."""
+    linears = {
+        dest: replace(weight, activations=kind) if weight.format in (PACKED, PACKED_GATED) else weight
+        for dest, weight in weights.linears.items()
+    }
+    return replace(weights, linears=linears)

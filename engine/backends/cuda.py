@@ -34,7 +34,7 @@ from engine.models.model import Model
 from engine.rope_table import RopeTable
 from engine.runner import PROMPT_LOGPROB_ROWS, ModelRunner
 from engine.system import cache_dir
-from engine.weights import WeightMap, Weights
+from engine.weights import ActivationKind, WeightMap, Weights, with_activations
 
 LIMITS = StepLimits(max_num_seqs=256, max_num_batched_tokens=8192)  # unless the user says others
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
@@ -56,9 +56,13 @@ class CudaBackend:
         cache = cache_dir() / "kernels"
         self._gpu = Gpu(cache, None if config.cuda_arch == "auto" else config.cuda_arch)
         self._pools = Pools()
-        self._notes = Notes(self._gpu.num_sms, self._gpu.max_shared_bytes, self._gpu.has_wgmma)
+        self._notes = Notes(self._gpu.num_sms, self._gpu.max_shared_bytes, self._gpu.has_wgmma, self._gpu.has_fp8)
         self._kv_codes = config.kv_codes
-        run_dry(model_config, self._dtype, config.step_limits(LIMITS), self._notes, self._kv_codes)
+        self._w4a8: ActivationKind = "" if config.w4a8 == "off" else config.w4a8
+        if self._w4a8 and not self._gpu.has_wgmma:
+            logger.warning("--w4a8 %s is left out: it is of no use on %s", self._w4a8, self._gpu.arch)
+            self._w4a8 = ""
+        run_dry(model_config, self._dtype, config.step_limits(LIMITS), self._notes, self._kv_codes, self._w4a8)
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._stream.use()
         self.limits = LIMITS
@@ -81,7 +85,7 @@ class CudaBackend:
             source, keep_packed(weight_map), store, seed=config.seed, progress=progress, load_format=config.load_format
         )
         store.finish()
-        return weights
+        return with_activations(weights, self._w4a8)
 
     def plan_memory(
         self, config: EngineConfig, limits: StepLimits, model: Model, weights: Weights, num_positions: int

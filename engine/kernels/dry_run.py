@@ -25,10 +25,19 @@ from engine.models.registry import ARCHITECTURES
 from engine.packed4 import PACKED, PACKED_GATED, blank4
 from engine.rope_table import RopeTable
 from engine.sampler import Sampler
-from engine.weights import EMBEDDING, HEAD, LinearSpec, LinearWeight, WeightMap, Weights
+from engine.weights import (
+    EMBEDDING,
+    HEAD,
+    ActivationKind,
+    LinearSpec,
+    LinearWeight,
+    WeightMap,
+    Weights,
+    with_activations,
+)
 
 # A linear layer's kernel goes by the number of rows: both sides of what may be a border.
-LINEAR_ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 257)
+LINEAR_ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 257, 385, 513, 1025, 2049)
 BLOCK_SIZE = 16
 TABLE_WIDTH = 512  # blocks of the longest sequence: long enough to be split
 SAMPLINGS = (  # that together need every kernel of the sampler
@@ -39,19 +48,28 @@ SAMPLINGS = (  # that together need every kernel of the sampler
 )
 
 
-def run_dry(config: ModelConfig, dtype: Any, limits: StepLimits, notes: Notes, kv_codes: KVKind | None = None) -> None:
+def run_dry(
+    config: ModelConfig,
+    dtype: Any,
+    limits: StepLimits,
+    notes: Notes,
+    kv_codes: KVKind | None = None,
+    w4a8: ActivationKind = "",
+) -> None:
     """Notes every launch that steps of a model can need, up to these limits, sampling included.
 
     Args:
         dtype: of weights and activations, bfloat16 or float16.
         kv_codes: what the KV cache holds in place of numbers.
+        w4a8: what activations of packed layers are quantized to.
     Raises:
         KernelError: the model needs what has no kernel.
     """
     one_layer = replace(config, n_layers=1)  # the others launch the same
     architecture = ARCHITECTURES[config.architecture]
     ops = kernel_ops(notes, KernelSampling(notes, limits.max_num_seqs))
-    model = architecture.build(one_layer, _blank_weights(keep_packed(architecture.weight_map(one_layer)), dtype), ops)
+    weights = _blank_weights(keep_packed(architecture.weight_map(one_layer)), dtype)
+    model = architecture.build(one_layer, with_activations(weights, w4a8), ops)
     cache = make_kv_cache(model.cache_specs, 1, BLOCK_SIZE, dtype, codes=kv_codes)
     rope = RopeTable(config.rope, config.rotary_dim, 1)
     forward = EagerForward(model, OneRank(ops), cache, rope, limits.max_num_seqs)

@@ -59,7 +59,8 @@ def _packed(spec: LinearSpec, packed: Packed, linear: LinearWeight, seed: int, s
             np.random.default_rng((seed, _number(spec.dest))).permutation(spec.in_features).astype(np.int32)
         )
     tensors = {"weight": words} | {name: store.put(array) for name, array in blank.items()}
-    return replace(linear, format=PACKED_GATED if spec.gated else PACKED, tensors=tensors)
+    format = PACKED_GATED if spec.gated else PACKED
+    return LinearWeight(format, spec.out_features, spec.in_features, tensors, linear.bias)
 
 
 def _coded(coded: Coded, linear: LinearWeight, seed: tuple[int, int], store: Store) -> LinearWeight:

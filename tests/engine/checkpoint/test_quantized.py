@@ -15,6 +15,7 @@ from conformance.engine_run import make_runner, run_chunks
 from conformance.golden_formats import FORMATS, format_model, format_prompt
 from engine.checkpoint.loader import load_model_config, load_weights
 from engine.checkpoint.quantized import keep_packed
+from engine.checkpoint.random_weights import DUMMY_STD
 from engine.checkpoint.source import resolve
 from engine.coded8 import blank8, decode8
 from engine.cpu.linear import prepare_dense
@@ -222,10 +223,27 @@ def test_random_weights_are_packed_too(tmp_path: Path) -> None:
         load_weights(source, weight_map, seed=seed, load_format="dummy").linears["layers.0.gate_up_proj"]
         for seed in (0, 0, 1)
     )
-    assert first.format == PACKED_GATED
+    assert (first.format, first.out_features, first.in_features) == (PACKED_GATED, 320, 160)
     np.testing.assert_array_equal(first.tensors["weight"], again.tensors["weight"])
     assert (first.tensors["weight"] != other.tensors["weight"]).mean() > 0.9
     assert first.tensors["zeros"].max() == 8
+
+
+@pytest.mark.parametrize("name", ["ct_int8", "ct_fp8_static", "fp8_block", "gptq_act_order", "gptq"])
+def test_random_weights_are_multiplied(name: str, tmp_path: Path) -> None:
+    """They have the sizes of what is read, are of the format that it stays in, and near DUMMY_STD."""
+    folder = format_model(tmp_path, "llama", name)
+    weight_map = keep_packed(weight_map_of(folder))
+    made = load_weights(resolve(str(folder)), weight_map, load_format="dummy").linears
+    read = load_weights(resolve(str(folder)), weight_map, progress=False).linears
+    for spec in weight_map.linears:
+        weight = made[spec.dest]
+        assert (weight.out_features, weight.in_features) == (spec.out_features, spec.in_features)
+        assert weight.format == (spec.coded.kind if spec.coded else read[spec.dest].format)
+        assert weight.tensors.keys() == read[spec.dest].tensors.keys() or spec.coded
+        numbers = prepare_dense(weight).tensors["weight_t"]
+        assert numbers.shape == (spec.in_features, spec.out_features)
+        assert numbers.std() == pytest.approx(DUMMY_STD, rel=0.1)
 
 
 def test_groups_of_other_sizes_are_decoded(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ python -m conformance --target golden|cpu|host|gpu [--op STEM] [--case NAME] [--
 python -m conformance --target host|gpu --list           what would run, and what has no kernel
 python -m conformance --target host [--schedule in_step|greedy|random] [--sanitizer address|thread] [--quick] …
 python -m conformance --target gpu [--arch sm_80] [--quick] …
-python -m conformance --op OP --impl FILE.cu:entry|FILE.py:function|module:function [--target cpu|host|gpu] …
+python -m conformance --op OP --impl FILE.cu:entry|FILE.py:function|module:function [--target cpu|host|gpu]
+                      [--timeout SECONDS] …   each case in a process that may loop, crash or end itself
 python -m conformance export DIR [--target host|gpu] [--op STEM] [--case NAME] [--seed N]   cases as files
 python -m conformance --results                         stored runs on GPUs, and which kernels changed since
 python -m conformance --layers DIR [--ids 1,2,3] [--seed N]   the engine and ref layer by layer
@@ -18,27 +19,26 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from contextlib import closing
 
 from conformance.case import Case, Result
 from conformance.check import check
 from conformance.exercises import exercise_lines, list_lines, task_lines
 from conformance.export import export
-from conformance.foreign import cases_of_function, cases_of_kernel, is_kernel, swapped_kernel, with_function
-from conformance.host import SCHEDULES
-from conformance.host_build import SANITIZERS, BuildError
+from conformance.foreign import cases_of_function, cases_of_kernel, is_kernel, swapped_kernel
+from conformance.host_build import BuildError
 from conformance.implementation import ImplementationError
+from conformance.isolated import Where, Work, run_isolated
 from conformance.layers import compare_layers, prompt_for
 from conformance.machines import Machine, MachineMissing, gpu_machine, host_machine
 from conformance.memory import NumpyMemory
 from conformance.model_shapes import model_cases
+from conformance.options import misplaced, parse
 from conformance.report import junit, report, result_lines
 from conformance.suite import (
     KERNEL_TARGETS,
     NO_KERNEL,
-    TARGETS,
     cases,
     in_storages,
     left_out,
@@ -46,13 +46,15 @@ from conformance.suite import (
     rerun_command,
     target_ops,
 )
-from engine.errors import ConfigError, GlintError
+from engine.errors import GlintError
 from engine.kernels.notes import Notes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, 1 if a case failed, 2 if there was nothing to run or nothing to run it on."""
-    args = _parse(sys.argv[1:] if arguments is None else arguments)
+    args = parse(sys.argv[1:] if arguments is None else arguments)
+    if problem := misplaced(args):
+        return _refuse(problem)
     if args.results:
         print("\n".join(result_lines()) or "conformance/results holds no run")
         return 0
@@ -63,40 +65,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         found = _found(args)
     except GlintError as error:
-        print(f"python -m conformance: {error}", file=sys.stderr)
-        return 2
+        return _refuse(str(error))
     if args.impl is not None:
         return _foreign(args, found)
     chosen = _choose(found, args.op, args.case)
     chosen = quick(chosen) if args.quick else chosen
     if not chosen:
-        stems = ", ".join(dict.fromkeys(case.stem for case in found))
-        print(
-            f"python -m conformance: no case of --target {args.target} has --op {args.op} --case {args.case}; "
-            f"its stems are {stems}",
-            file=sys.stderr,
-        )
-        return 2
+        return _refuse(_no_case(args, found, args.op))
     if args.list:
-        return _list(args, chosen)
+        return _list(args, chosen, left_out(args.target) if args.model is None else [])
     if args.export is not None:
-        print(f"{export(chosen, args.export, args.seed)} cases written to {args.export}")
+        try:
+            print(f"{export(chosen, args.export, args.seed)} cases written to {args.export}")
+        except OSError as error:
+            return _refuse(
+                f"export {args.export}: {error.strerror} ({error.filename}); give a folder that can be written"
+            )
         return 0
     try:
         machine = _machine(args, [case for case in chosen if args.target not in case.skip])
     except (MachineMissing, BuildError, GlintError) as error:
-        print(f"python -m conformance: --target {args.target}: {error}", file=sys.stderr)
-        return 2
-    return _run_all(args, chosen, machine)
+        return _refuse(f"--target {args.target}: {error}")
+    return _run_all(args, chosen, (_run(args, case, machine) for case in chosen), machine)
+
+
+def _refuse(problem: str) -> int:
+    print(f"python -m conformance: {problem}", file=sys.stderr)
+    return 2
+
+
+def _no_case(args: argparse.Namespace, found: Sequence[Case], stem: str | None) -> str:
+    asked = [f"{name} {value}" for name, value in (("--op", stem), ("--case", args.case)) if value is not None]
+    asked += ["--quick"] if args.quick else []
+    stems = ", ".join(dict.fromkeys(case.stem for case in found))
+    return f"no case of --target {args.target} has {' '.join(asked)}; its stems are {stems} (--list prints the cases)"
 
 
 def _found(args: argparse.Namespace) -> list[Case]:
     """All cases of the target, or those on a model's sizes. Raises ConfigError."""
-    if args.model is None:
-        return cases(args.target)
-    if args.target not in KERNEL_TARGETS:
-        raise ConfigError(f"--model {args.model} is for --target host and gpu, found --target {args.target}")
-    return in_storages(model_cases(args.model))
+    return cases(args.target) if args.model is None else in_storages(model_cases(args.model))
 
 
 def _foreign(args: argparse.Namespace, found: Sequence[Case]) -> int:
@@ -105,49 +112,64 @@ def _foreign(args: argparse.Namespace, found: Sequence[Case]) -> int:
         if args.op is None:
             raise ImplementationError("--impl wants --op too: which kernel or function it stands for")
         by_name = [case for case in _choose(found, None, args.case) if args.target not in case.skip]
+        by_name = quick(by_name) if args.quick else by_name
+        if not by_name:
+            raise ImplementationError(_no_case(args, found, None))
         if is_kernel(args.impl):
             if args.target not in KERNEL_TARGETS:
                 raise ImplementationError(f"--impl {args.impl}: a kernel runs with --target host or gpu")
-            args.swap = swapped_kernel(args.op, args.impl)
+            swapped_kernel(args.op, args.impl)
             chosen = cases_of_kernel(args.op, by_name, Notes())
-            machine = _machine(args, chosen)
         else:
             chosen = cases_of_function(args.op, by_name)
-            machine = _machine(args, [])
-            machine = replace(machine, ops=with_function(machine.ops, args.op, args.impl))
-    except (ImplementationError, MachineMissing, BuildError, GlintError) as error:
-        print(f"python -m conformance: {error}", file=sys.stderr)
-        return 2
-    return _run_all(args, chosen, machine)
+        if args.list:
+            return _list(args, chosen, [])
+        work = Work(
+            args.target,
+            args.op,
+            args.impl,
+            tuple((case.stem, case.name) for case in chosen),
+            args.seed,
+            *(not (args.sanitizer or args.quick), args.schedule, args.sanitizer, args.arch, args.model),
+        )
+        with closing(run_isolated(work, args.timeout)) as events:
+            where = next(events)
+            assert isinstance(where, Where)
+            return _run_all(args, chosen, (event for event in events if isinstance(event, Result)), where)
+    except ImplementationError as error:
+        return _refuse(str(error))
 
 
 def _machine(args: argparse.Namespace, chosen: Sequence[Case]) -> Machine:
     if args.target == "host":
-        return host_machine(chosen, args.swap, schedule=args.schedule, seed=args.seed, sanitizer=args.sanitizer)
+        return host_machine(chosen, schedule=args.schedule, seed=args.seed, sanitizer=args.sanitizer)
     if args.target == "gpu":
-        return gpu_machine(chosen, args.arch, args.swap, pooled=not args.quick)
+        return gpu_machine(chosen, args.arch, pooled=not args.quick)
     return Machine(target_ops(args.target), NumpyMemory())
 
 
-def _list(args: argparse.Namespace, chosen: Sequence[Case]) -> int:
+def _list(args: argparse.Namespace, chosen: Sequence[Case], without: Sequence[Case]) -> int:
     for case in chosen:
         reason = case.skip.get(args.target)
         print(f"{case.stem} {case.name}{f' skip({reason})' if reason else ''}")
-    for case in _choose(left_out(args.target) if args.model is None else [], args.op, args.case):
+    for case in _choose(without, args.op, args.case):
         print(f"{case.stem} {case.name} left out({NO_KERNEL})")
     return 0
 
 
-def _run_all(args: argparse.Namespace, chosen: Sequence[Case], machine: Machine) -> int:
-    """Runs the cases, prints a line for each, and writes the files that were asked for."""
+def _run_all(args: argparse.Namespace, chosen: Sequence[Case], found: Iterable[Result], where: Machine | Where) -> int:
+    """Prints a line for each result as it comes, and writes the files that were asked for."""
     results: list[Result] = []
     seconds: dict[tuple[str, str], float] = {}
-    for case in chosen:
+    started = time.perf_counter()
+    for case, result in zip(chosen, found, strict=True):
+        seconds[result.stem, result.case] = time.perf_counter() - started
+        results.append(result)
+        _print(args, case, result)
         started = time.perf_counter()
-        results.append(_run(args, case, machine))
-        seconds[case.stem, case.name] = time.perf_counter() - started
     if args.json is not None:
-        args.json.write_text(json.dumps(report(args.target, results, machine), indent=1) + "\n", encoding="utf-8")
+        written = report(args.target, results, where.about, where.kernels)
+        args.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     if args.junit is not None:
         args.junit.write_text(junit(args.target, results, seconds), encoding="utf-8")
     num_passed, num_failed, num_skipped = (
@@ -157,61 +179,6 @@ def _run_all(args: argparse.Namespace, chosen: Sequence[Case], machine: Machine)
     missing = f"; {without} cases have no kernel yet (--list names them)" if without else ""
     print(f"{num_passed} passed, {num_failed} failed, {num_skipped} skipped{missing}")
     return 1 if num_failed else 0
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    if arguments and arguments[0] == "export":  # a command of its own, of the cases of the kernels
-        target = [] if "--target" in arguments else ["--target", "host"]
-        arguments = ["--export", *arguments[1:], *target]
-    if "--impl" in arguments and not {"--target", "--exercise"} & set(arguments):
-        arguments = [*arguments, "--target", "host"]
-    parser = argparse.ArgumentParser(prog="python -m conformance", description="Kernels and their twins against ref.")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--target", choices=TARGETS)
-    what.add_argument("--exercises", action="store_true", help="list the twelve exercises of ref/EXERCISES.md")
-    what.add_argument(
-        "--exercise", type=int, metavar="N", help="check a solution of exercise N; without --impl, its task"
-    )
-    what.add_argument("--layers", type=Path, metavar="DIR", help="compare the engine with ref on this checkpoint")
-    what.add_argument("--results", action="store_true", help="list the stored runs, and which kernels changed since")
-    parser.add_argument("--export", type=Path, metavar="DIR", help=argparse.SUPPRESS)
-    parser.add_argument("--ids", help="of --layers: token ids with commas between them (default: random ones)")
-    parser.add_argument(
-        "--impl",
-        metavar="FILE.py:function",
-        help="a solution of an exercise; or what stands for --op: FILE.cu:entry or module:function",
-    )
-    parser.add_argument("--op", metavar="STEM", help="only cases of this stem, such as attention")
-    parser.add_argument("--case", metavar="NAME", help="only the case of this name")
-    parser.add_argument("--list", action="store_true", help="print the cases instead of running them")
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs (default 0)")
-    parser.add_argument(
-        "--schedule",
-        choices=SCHEDULES,
-        default="",
-        help="of --target host: the order of threads (default: all in turn)",
-    )
-    parser.add_argument(
-        "--sanitizer",
-        choices=[name for name in SANITIZERS if name],
-        default="",
-        help="of --target host: watch every launch (slow: give --op or --case too)",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="a few cases of every op, each run once, arrays of a GPU apart: for a sanitizer",
-    )
-    parser.add_argument(
-        "--arch", metavar="sm_80", help="of --target gpu: the kernels of this older kind of GPU, as it would run them"
-    )
-    parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="of --target host and gpu: the ops of this model, on its own sizes"
-    )
-    parser.set_defaults(swap=None)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
-    parser.add_argument("--junit", type=Path, metavar="FILE", help="write them as JUnit's XML")
-    return parser.parse_args(arguments)
 
 
 def _exercise(args: argparse.Namespace) -> int:
@@ -255,19 +222,23 @@ def _choose(found: Sequence[Case], stem: str | None, name: str | None) -> list[C
 
 
 def _run(args: argparse.Namespace, case: Case, machine: Machine) -> Result:
-    """Runs and prints one case."""
     if args.target in case.skip:
-        reason = case.skip[args.target]
-        print(f"{case.stem} {case.name} - - skip({reason})", flush=True)
-        return Result(case.stem, case.name, "skip", 0.0, 0.0, (reason,))
-    result = check(case, machine.ops, args.seed, machine.memory, repeats=not (args.sanitizer or args.quick))
-    print(f"{case.stem} {case.name} {result.error:.3g} {result.tolerance:.3g} {result.status}", flush=True)
+        return Result(case.stem, case.name, "skip", 0.0, 0.0, (case.skip[args.target],))
+    return check(case, machine.ops, args.seed, machine.memory, repeats=not (args.sanitizer or args.quick))
+
+
+def _print(args: argparse.Namespace, case: Case, result: Result) -> None:
+    if result.status == "skip":
+        print(f"{result.stem} {result.case} - - skip({result.problems[0]})", flush=True)
+        return
+    print(f"{result.stem} {result.case} {result.error:.3g} {result.tolerance:.3g} {result.status}", flush=True)
     for problem in result.problems:
         print(f"    {problem}")
     if result.problems:
         again = rerun_command(args.target, case, args.seed, args.op if args.impl else "", args.impl or "")
-        print(f"    again: {again}{f' --model {args.model}' if args.model else ''}")
-    return result
+        for flag in ("model", "arch", "schedule", "sanitizer"):
+            again += f" --{flag} {getattr(args, flag)}" if getattr(args, flag) else ""
+        print(f"    again: {again}{' --quick' if args.quick else ''}")
 
 
 if __name__ == "__main__":

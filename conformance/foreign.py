@@ -1,7 +1,8 @@
 """Kernels of others in the place of ours: --op OP --impl FILE.cu:entry, or --op OP --impl module:function.
 
 FILE.cu:entry     a __global__ function with the template and call parameters of the kernel OP in cuda/, launched as the
-                  head of that file says; without a template it is used for every type. cuda/include is looked in.
+                  head of that file says; without a template it is used for every type. Includes are looked for in
+                  cuda/include and in the folder of the file.
 module:function   in place of the function OP of the op table (engine.ops): called by name with ref's leading parameters
                   (of linear: x, weight, bias), on arrays of NumPy, bfloat16 being ml_dtypes', or of CuPy. What it
                   returns is anything that speaks DLPack; what ref changes in place it must change in place.
@@ -32,6 +33,7 @@ Array = Any
 
 WHOLE_MODELS = "llama"  # stem of cases that are no case of one op
 GLOBAL = re.compile(r"(template\s*<[^{};]*?>\s*)?__global__\s+[^;{}]*?\b(\w+)\s*\((?=[^()]*\w+\s*[*&\w]*\s+\w+)")
+COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 OPS = tuple(field.name for field in fields(OpTable) if field.name not in ("prepare", "sampling", "mla_split_kv_b"))
 LINEAR = ("linear", "logits")  # ops that take a LinearWeight
 
@@ -50,7 +52,11 @@ def swapped_kernel(op: str, impl: str) -> Swap:
     path = Path(file).resolve()
     if not path.is_file():
         raise ImplementationError(f"--impl {impl}: there is no file {path}")
-    kernels = {name: bool(template) for template, name in GLOBAL.findall(path.read_text("utf-8"))}
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ImplementationError(f"--impl {impl}: {path} cannot be read as UTF-8: {error}") from error
+    kernels = {name: bool(template) for template, name in GLOBAL.findall(COMMENT.sub("", text))}
     if entry not in kernels:
         raise ImplementationError(f"{file} has no kernel {entry}; it has {', '.join(kernels) or 'none'}")
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from conformance.host_build import Binary, build
+from conformance.host_build import Binary, BuildError, build
 
 Array = NDArray[Any]
 Dims = tuple[int, ...]  # one to three numbers
@@ -200,11 +200,14 @@ class Library:
 
 
 def _load(binary: Binary, count: int) -> list[ctypes.CDLL]:
-    """Copies of a library, each with a state of its own."""
+    """Copies of a library, each with a state of its own. Raises BuildError where one cannot be loaded."""
     with tempfile.TemporaryDirectory() as scratch:
         paths = [binary.path]
         paths += [Path(shutil.copy(binary.path, Path(scratch) / f"{number}.so")) for number in range(1, count)]
-        copies = [ctypes.CDLL(str(path)) for path in paths]
+        try:
+            copies = [ctypes.CDLL(str(path)) for path in paths]
+        except OSError as error:
+            raise BuildError(f"{binary.path} is damaged; remove it, and it is built again: {error}") from error
     for copy in copies:
         copy.host_launch.restype = copy.host_describe.restype = ctypes.c_char_p
     return copies

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import platform
 import re
 import shutil
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from engine.kernels.includes import own_headers
 from engine.system import cache_dir
 
 CUDA = Path(__file__).parent.parent / "cuda"
@@ -67,26 +67,29 @@ def build(source: Path, kernels: Sequence[str], sanitizer: str = "", defines: Se
     """The kernels of one .cu file for this CPU, from the cache if nothing has changed.
 
     Args:
-        source: includes are looked for in include/ beside it, or else in cuda/include.
+        source: includes are looked for beside it and in cuda/include; of a copy of cuda/, with its host/, in its own.
         kernels: names of __global__ functions as C++ writes them, with template arguments: "rmsnorm<bf16, 1>".
         sanitizer: "", "address" or "thread".
         defines: NAME or NAME=VALUE.
     Raises:
         BuildError: see there.
     """
-    tree = source.parent if (source.parent / "include").is_dir() else CUDA
+    tree = source.parent if (source.parent / "host" / SHIM[0]).is_file() else CUDA
+    own = [] if source.parent == tree else ["-idirafter", str(source.parent.resolve())]
     options = [*OPTIONS, *_cpu_options(), *(f"-D{define}" for define in (SANITIZERS[sanitizer], *defines))]
     watch = [f"-fsanitize={sanitizer}"] if sanitizer else []
     text = _translation_unit(source, kernels)
     # The shim's own parts are not watched: their memory is none of a kernel's.
     parts = [_shim_part(tree, name, options) for name in (*SHIM, *(["runner.cpp"] if sanitizer else []))]
-    key = _hash(_with_includes(text, tree), *(part.name for part in parts), *options, *watch, _compiler_version())
+    headers = own_headers(source.parent, text) if own else ()
+    names = (part.name for part in parts)
+    key = _hash(_with_includes(text, tree), *headers, *names, *options, *watch, _compiler_version())
     path = _folder() / f"{source.stem}-{key}{'' if sanitizer else '.so'}"
     if path.exists():
         path.touch()
     else:
         _remove_old_builds()
-        _compile_and_link(text, tree, [*options, CHECKS, "-fsanitize-recover=all", *watch], parts, watch, path)
+        _compile_and_link(text, tree, [*own, *options, CHECKS, "-fsanitize-recover=all", *watch], parts, watch, path)
     return Binary(path, source, tuple(kernels), sanitizer, _shared_variables(path))
 
 
@@ -142,15 +145,24 @@ def _remove_old_builds() -> None:
     for file in _folder().glob("*"):
         with contextlib.suppress(FileNotFoundError):  # another process may do the same
             if file.stat().st_mtime < oldest:
-                file.unlink()
+                shutil.rmtree(file) if file.is_dir() else file.unlink()
 
 
 def _keep(made: Path, path: Path) -> None:
-    """Moves a finished file into the cache in one step, so that nobody ever sees a half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    shutil.copy2(made, part)
-    part.replace(path)
+    """Moves a finished file into the cache in one step, so that nobody ever sees a half of it.
+
+    Threads may make the same file at the same time: each has a folder of its own.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix="part-") as scratch:
+            part = Path(shutil.copy2(made, scratch))
+            part.replace(path)
+    except OSError as error:
+        raise BuildError(
+            f"what was built cannot be kept in {path.parent}: {error.strerror}; make room, or set XDG_CACHE_HOME to a "
+            "folder that can be written"
+        ) from error
 
 
 def _shared_variables(path: Path) -> tuple[tuple[int, int], ...]:

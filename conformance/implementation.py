@@ -17,7 +17,7 @@ from typing import Any
 
 Function = Callable[..., Any]
 
-FORM = "wanted FILE.py:function or module:function"
+FORM = "wanted FILE.py:function or module:function, or of a kernel FILE.cu:entry"
 
 
 class ImplementationError(ValueError):

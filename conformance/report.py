@@ -12,15 +12,19 @@ from xml.etree import ElementTree
 
 from conformance.case import Result
 from conformance.host_build import CUDA
-from conformance.machines import Machine, kernel_hash
+from conformance.machines import kernel_hash
+from engine.kernels.device import Instance
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"  # reports of runs on GPUs
 SOURCES = {"cpu": ("engine/cpu", "engine/models", "engine", "ref"), "golden": ("ref/model",)}  # where a stem's file is
 
 
-def report(target: str, results: Sequence[Result], machine: Machine) -> dict[str, Any]:
-    """What --json writes: where it ran, the sources that were checked, and all cases but the skipped.
+def report(
+    target: str, results: Sequence[Result], about: Mapping[str, str], kernels: Sequence[Instance]
+) -> dict[str, Any]:
+    """What --json writes: where it ran (Machine's about and kernels), the sources that were checked, and all cases but
+    the skipped.
 
     "kernels" is by stem: of a .cu, the hash of the file and its headers. error is null where it is not finite: JSON
     has no infinity.
@@ -29,11 +33,11 @@ def report(target: str, results: Sequence[Result], machine: Machine) -> dict[str
     if target in SOURCES:
         hashes = {stem: source_hash(target, stem) for stem in dict.fromkeys(result.stem for result in ran)}
     else:
-        hashes = {stem: kernel_hash(stem) for stem in sorted({instance.stem for instance in machine.kernels})}
+        hashes = {stem: kernel_hash(stem) for stem in sorted({instance.stem for instance in kernels})}
     return {
         "target": target,
         **dict.fromkeys(("gpu", "driver", "cuda", "cupy")),
-        **machine.about,
+        **about,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "kernels": hashes,
         "cases": [

@@ -24,12 +24,12 @@ from tqdm import tqdm
 
 from engine.errors import KernelError
 from engine.kernels.device import Instance
+from engine.kernels.includes import own_headers
 from engine.system import usable_cores
 
 CUDA = Path(__file__).parents[2] / "cuda"
 INCLUDE = CUDA / "include"
 OPTIONS = ("-std=c++17", "-default-device", "-ftz=true", "-lineinfo")
-OWN_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 NEEDS_CUDA = {100: "12.8", 120: "12.8", 103: "12.9", 121: "12.9"}  # the first that knows an arch of Blackwell
 
 
@@ -97,7 +97,8 @@ def compile_kernel(instance: Instance, target: str, folder: Path) -> Compiled:
     if instance.stem.endswith("_sm90") and target == "sm_90":
         target = "sm_90a"
     source = _source(instance.stem)
-    digest = _digest(source, instance.entry, target, _own_headers(instance.stem, source))
+    place = (CUDA / instance.stem).parent
+    digest = _digest(source, instance.entry, target, () if place == CUDA else own_headers(place, source))
     name = f"{re.sub(r'[^a-zA-Z0-9]+', '_', instance.entry).strip('_')}-{target}-{digest}"
     path, facts = folder / f"{name}.{'ptx' if _is_ptx(target) else 'cubin'}", folder / f"{name}.json"
     about = _kept(path, facts)
@@ -217,21 +218,6 @@ def _source(stem: str) -> str:
 def _headers() -> tuple[str, ...]:
     """The text of every header that a kernel may include."""
     return tuple(path.read_text(encoding="utf-8") for path in sorted(INCLUDE.glob("*.cuh")))
-
-
-def _own_headers(stem: str, source: str) -> tuple[str, ...]:
-    """The text of every header beside a source that is not of cuda/, which NVRTC finds too, by itself or others."""
-    folder = (CUDA / stem).parent
-    found: dict[Path, str] = {}
-    pending = [] if folder == CUDA else [(folder, source)]
-    while pending:
-        place, text = pending.pop()
-        for name in OWN_INCLUDE.findall(text):
-            file = next((file for file in (place / name, folder / name) if file.is_file()), None)
-            if file is not None and file not in found:
-                found[file] = file.read_text(encoding="utf-8", errors="replace")
-                pending.append((file.parent, found[file]))
-    return tuple(found.values())
 
 
 def _digest(source: str, entry: str, arch: str, own_headers: tuple[str, ...] = ()) -> str:

@@ -20,11 +20,15 @@ __global__ void mine(const T* x, const T* weight, T* y, int size, index_t x_stri
   for (int i = 0; i < size; ++i)
     y[row * size + i] = from_float<T>(to_float(x[row * x_stride + i]) * scale * to_float(weight[i]));
 }
+// __global__ void unsaid(int* y)
 __global__ void plain(const bf16* x, const bf16* weight, bf16* y, int size, index_t x_stride, float eps) {
   for (int i = threadIdx.x; i < size; i += blockDim.x) y[blockIdx.x * size + i] = x[blockIdx.x * x_stride + i];
 }
 """
 FUNCTIONS = """
+import os
+import time
+
 import numpy as np
 
 def rmsnorm(x, weight, eps):
@@ -49,6 +53,20 @@ class Speaks:
 
 def by_dlpack(x, weight, eps):
     return Speaks(rmsnorm(x, weight, eps))
+
+def says_goodbye(x, weight, eps):
+    raise SystemExit(0)
+
+def ends_the_process(x, weight, eps):
+    os._exit(0)
+
+def never_ends(x, weight, eps):
+    while True:
+        time.sleep(1)
+"""
+HEAD = """#include "vec.cuh"
+template <typename T, int kRounds>
+__global__ void mine(const T* x, const T* weight, T* y, int size, index_t x_stride, float eps) {
 """
 
 
@@ -56,6 +74,7 @@ def by_dlpack(x, weight, eps):
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "mine.cu").write_text(KERNEL)
     (tmp_path / "functions.py").write_text(FUNCTIONS)
+    (tmp_path / "bytes.cu").write_bytes(b"\xff__global__ void mine(int* y)")
     return tmp_path
 
 
@@ -112,6 +131,9 @@ def test_a_wrong_function(capsys: pytest.CaptureFixture[str], folder: Path) -> N
         ("norm", "functions.py:rmsnorm", (), "--op norm is no function of the op table; there are embedding, posi"),
         ("rmsnorm", "functions.py:linear", (), "cannot be called as linear(x, weight, eps)"),
         ("mla_decode", "functions.py:linear", (), "--op mla_decode: this target has no case that calls it"),
+        ("rmsnorm", "mine.cu:mine", ("--case", "none"), "no case of --target host has --case none; its stems are"),
+        ("rmsnorm", "bytes.cu:mine", (), "cannot be read as UTF-8"),
+        ("rmsnorm", "mine.cu:unsaid", (), "has no kernel unsaid; it has mine, plain"),
     ],
 )
 def test_refused(
@@ -121,3 +143,60 @@ def test_refused(
     assert (status, lines) == (2, [])
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "more"), [("says_goodbye", ("--case", "odd")), ("ends_the_process", ("--quick",))]
+)
+def test_a_function_that_ends_the_process_has_not_passed(
+    capsys: pytest.CaptureFixture[str], folder: Path, function: str, more: tuple[str, ...]
+) -> None:
+    """All its cases have failed: another process goes on with the next. An exit status of 0 would be a pass."""
+    status, lines, _ = run(capsys, "rmsnorm", f"{folder / 'functions.py'}:{function}", "--target", "cpu", *more)
+    failed = [line for line in lines if line.endswith(" FAIL")]
+    assert (status, len(failed)) == (1, 1 if more[0] == "--case" else 4)
+    assert lines.count("    ended the process with status 0") == len(failed)
+    assert lines[-1] == f"0 passed, {len(failed)} failed, 0 skipped"
+
+
+def test_a_function_that_never_ends(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    impl = f"{folder / 'functions.py'}:never_ends"
+    status, lines, _ = run(capsys, "rmsnorm", impl, "--target", "cpu", "--case", "odd", "--timeout", "0.5")
+    assert status == 1
+    assert lines[:2] == ["rmsnorm odd inf 0 FAIL", "    took more than 0.5 s and was stopped"]
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("y[1ll << 40] = from_float<T>(1.0f);", "    ended the process by SIGSEGV; --sanitizer address may say where"),
+        ("__builtin_trap();", "    ended the process by SIGILL; --sanitizer address may say where"),
+        ("for (;;) __syncthreads();", "    took more than 2 s and was stopped"),
+    ],
+)
+def test_a_kernel_that_takes_the_process_with_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, body: str, problem: str
+) -> None:
+    (tmp_path / "mine.cu").write_text(f"{HEAD}{body}\n}}\n")
+    impl = f"{tmp_path / 'mine.cu'}:mine"
+    status, lines, _ = run(capsys, "rmsnorm", impl, "--case", "odd-float32", "--timeout", "2")
+    assert (status, lines[:2]) == (1, ["rmsnorm odd-float32 inf 0 FAIL", problem])
+
+
+def test_a_kernel_with_headers_of_its_own(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    """Beside it, in a folder that may have an include/ too; a change of one is built anew."""
+    (folder / "include").mkdir()
+    (folder / "mine.cu").write_text(KERNEL.replace('#include "vec.cuh"', '#include "vec.cuh"\n#include "deep/own.cuh"'))
+    (folder / "deep").mkdir()
+    for factor, status in (("", 0), ("* 1.5f", 1)):
+        (folder / "deep" / "own.cuh").write_text(f"#define sqrtf(x) (sqrtf(x) {factor})\n")
+        found, _, error = run(capsys, "rmsnorm", f"{folder / 'mine.cu'}:mine", "--case", "odd-float32")
+        assert (found, error) == (status, "")
+
+
+def test_list_and_quick(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    """--list runs nothing, and --quick is a choice of the cases, as without --impl."""
+    status, lines, _ = run(capsys, "rmsnorm", f"{folder / 'mine.cu'}:mine", "--list")
+    assert (status, len(lines), "rmsnorm odd-float32" in lines) == (0, 24, True)
+    _, few, _ = run(capsys, "rmsnorm", f"{folder / 'mine.cu'}:mine", "--list", "--quick")
+    assert 0 < len(few) < len(lines)

@@ -22,7 +22,6 @@ Array = Any
 
 MIN_TOKENS = 256  # reckoned: from here on arithmetic takes longer than reading the weight
 STEP = 128  # columns of a step of linear_w4a8_sm90
-ROWS = 128  # of the weight, of a block
 TOKENS = 128  # of a product
 CLUSTER = 2  # blocks
 STAGES = {1: 6, 2: 4}  # by the products a warpgroup has
@@ -65,7 +64,7 @@ def _rounded(x: Array, kind: str, device: Device) -> Array:
 def _launch(x: Array, weight: LinearWeight, activation: str, y: Array, device: Device) -> None:
     codes, x_scale = quantize_activations(x, weight.activations, device=device, pairs=True)
     tensors, (groups, shift) = weight.tensors, step_groups(weight, STEP)
-    subtiles = 1 if groups > 1 else _subtiles(x.shape[0], weight.out_features, device)  # 2: too few registers
+    subtiles = 1 if groups > 1 else 2  # with more groups in a step there are too few registers for the quicker form
     stages = STAGES[subtiles]
     types = f"{type_name('linear_w4a8_sm90', 'y', y)}, {CODE_TYPES[codes.dtype]}, {activation}"
     zeros = "true" if "zeros" in tensors else "false"
@@ -80,10 +79,3 @@ def _launch(x: Array, weight: LinearWeight, activation: str, y: Array, device: D
         ],
         shared_bytes=(stages * subtiles * 16 + 34) << 10,
     )
-
-
-def _subtiles(num_tokens: int, out_features: int, device: Device) -> int:
-    """The larger tiles, unless the smaller ones leave fewer SMs idle at the end."""
-    pairs, clusters = ceil_div(out_features, CLUSTER * ROWS), device.num_sms // CLUSTER
-    rounds = {subtiles: ceil_div(ceil_div(num_tokens, TOKENS * subtiles) * pairs, clusters) for subtiles in STAGES}
-    return 2 if 2 * rounds[2] <= rounds[1] else 1

@@ -61,6 +61,7 @@ CHOICES = (  # (most tokens, sizes)
     (32, Few(2, 4, 8, 2, 1)),
 )
 MIN_STAGES = 2
+FLOAT32 = np.dtype(np.float32)
 OWN_TOKENS, OWN_NUMBERS = 1, 16384  # up to so many tokens, and numbers in all, x is quantized by the kernel itself
 FEW_TOKENS = 32
 
@@ -209,9 +210,9 @@ def _check(kernel: str, x: Array, weight: LinearWeight) -> None:
     require_contiguous(kernel, "weight", stored)
     require_aligned(kernel, "weight", stored)
     if scale.ndim == 2:
-        require(kernel, "scale", scale, (ceil_div(out_features, TILE), ceil_div(in_features, TILE)), np.float32)
+        require(kernel, "scale", scale, (ceil_div(out_features, TILE), ceil_div(in_features, TILE)), FLOAT32)
     elif scale.shape != (1,):
-        require(kernel, "scale", scale, (out_features,), np.float32)
+        require(kernel, "scale", scale, (out_features,), FLOAT32)
     require_contiguous(kernel, "scale", scale)
     if weight.bias is not None:
         require(kernel, "bias", weight.bias, (out_features,), x.dtype)

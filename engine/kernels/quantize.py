@@ -78,7 +78,7 @@ def _answer(kernel: str, x: Array, kind: str, input_scale: Array | None, device:
     if kind not in CODES:
         raise KernelError(f"{kernel}: the kind is {kind!r}; there are {', '.join(CODES)}")
     if input_scale is not None:
-        require(kernel, "input_scale", input_scale, (1,), np.float32)
+        require(kernel, "input_scale", input_scale, (1,), np.dtype(np.float32))
         require_contiguous(kernel, "input_scale", input_scale)
         if kind == FP8_BLOCK:
             raise KernelError(f"{kernel}: an input_scale, and groups that have scales of their own")

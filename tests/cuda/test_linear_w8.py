@@ -90,11 +90,12 @@ def test_without_fp8_cores_weights_are_decoded(kind: str, storage: np.dtype[Any]
     codes[:2, :127] = np.arange(127, dtype=np.uint8)
     codes[1, :127] += 128
     x = tokens(9).astype(storage)
-    weight = LinearWeight("fp8", OUT, IN, weight.tensors, weight.bias.astype(storage))
+    bias = weight.bias.astype(storage)
+    weight = LinearWeight("fp8", OUT, IN, weight.tensors, bias)
     block = (128, 128) if kind == "fp8_block" else None
     numbers = dequantize_weight(CodedWeight(codes, weight.tensors["scale"], block))
     y = linear_w8(x, weight, device=device, dtype=np.float32)
-    expected = x.astype(np.float64) @ numbers.T + weight.bias.astype(np.float64)
+    expected = x.astype(np.float64) @ numbers.T + bias.astype(np.float64)
     size = np.abs(x.astype(np.float64)) @ np.abs(numbers).T + 3
     assert (np.abs(y - expected) <= size * IN * 2.0**-24).all()
 

@@ -78,9 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             print(f"{export(chosen, args.export, args.seed)} cases written to {args.export}")
         except OSError as error:
-            return _refuse(
-                f"export {args.export}: {error.strerror} ({error.filename}); give a folder that can be written"
-            )
+            return _refuse(f"export {args.export}: {error.strerror}; give a new folder")
         return 0
     try:
         machine = _machine(args, [case for case in chosen if args.target not in case.skip])

@@ -7,6 +7,7 @@ types. An output passes if both measures of conformance.compare keep their limit
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,8 +39,15 @@ are written in place. "golden" is computed in float64 from the inputs as stored.
 
 
 def export(cases: Sequence[Case], folder: Path, seed: int) -> int:
-    """Writes the cases that are functions of arrays; the number of those written."""
+    """Writes the cases that are functions of arrays; the number of those written.
+
+    Raises:
+        OSError: the folder cannot be written, or is not empty: what lies there, cases of another seed or a README of
+            somebody's, would be taken for part of it or lost.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise OSError(errno.ENOTEMPTY, "it is not empty", str(folder))
     (folder / "README.txt").write_text(README, encoding="utf-8")
     written = []
     for case in cases:

@@ -17,7 +17,8 @@ from engine.kernels.device import Instance
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"  # reports of runs on GPUs
-SOURCES = {"cpu": ("engine/cpu", "engine/models", "engine", "ref"), "golden": ("ref/model",)}  # where a stem's file is
+# where a stem's file is; what is spread over several is known by its cases
+SOURCES = {"cpu": ("engine/cpu", "engine/models", "engine", "ref", "conformance"), "golden": ("ref/model",)}
 
 
 def report(

@@ -157,7 +157,7 @@ def test_the_sizes_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert (status, lines[-1]) == (0, "6 passed, 0 failed, 0 skipped")
 
 
-@pytest.mark.parametrize(("target", "message"), [("cpu", "is for --target host and gpu"), ("host", "no such file")])
+@pytest.mark.parametrize(("target", "message"), [("cpu", "is for --target host or gpu"), ("host", "no such file")])
 def test_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, target: str, message: str) -> None:
     status, lines, error = run(capsys, "--target", target, "--model", str(tmp_path / "none"))
     assert (status, lines) == (2, [])
@@ -183,6 +183,59 @@ def test_export(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         errors = elementwise_error(answer, golden)
         assert np.sqrt(np.mean(errors**2)) <= about["outputs"][name]["limit"]
         assert errors.max() <= about["outputs"][name]["worst_limit"] < 0.1
+
+
+def test_export_where_something_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Neither a README of somebody's is lost, nor are cases of another seed taken for part of it."""
+    (tmp_path / "README.txt").write_text("mine")
+    for place, reason in ((tmp_path, "it is not empty"), (tmp_path / "README.txt", "File exists")):
+        status, lines, error = run(capsys, "export", str(place), "--op", "rmsnorm")
+        assert (status, lines) == (2, [])
+        assert error == f"python -m conformance: export {place}: {reason}; give a new folder\n"
+    assert (tmp_path / "README.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--target", "cpu", "--arch", "sm_80"), "--arch is for --target gpu, found --target cpu"),
+        (("--target", "gpu", "--schedule", "random"), "--schedule is for --target host, found --target gpu"),
+        (("--target", "cpu", "--sanitizer", "thread"), "--sanitizer is for --target host, found --target cpu"),
+        (("export", "DIR", "--target", "golden"), "export is for --target cpu or host or gpu, found --target golden"),
+        (("--results", "--ids", "1"), "--ids is for --layers"),
+        (("--target", "cpu", "--timeout", "nan"), "--timeout nan: it must be a number of seconds above 0"),
+        (("--target", "cpu", "--json", "{}/none/file"), "it cannot be written: No such file or directory"),
+        (("--target", "cpu", "--junit", "{}"), "it cannot be written: Is a directory"),
+        (
+            ("--target", "cpu", "--op", "rmsnorm", "--case", "x"),
+            "no case of --target cpu has --op rmsnorm --case x; its",
+        ),
+    ],
+)
+def test_refusals(capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    """Before anything runs, in one line; nothing that was asked for is passed over in silence."""
+    status, lines, error = run(capsys, *(argument.replace("{}", str(tmp_path)) for argument in arguments))
+    assert (status, lines, error.count("\n")) == (2, [], 1)
+    assert message in error
+
+
+def test_a_seed_below_0(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--target", "cpu", "--op", "rmsnorm", "--seed", "-1"])
+    assert "--seed: -1 is not within 0 to" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("broken")
+def test_the_printed_command_has_all_that_matters(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--schedule too, which a fault may depend on."""
+    machine = command.Machine(command.target_ops("cpu"), command.NumpyMemory())
+    monkeypatch.setattr(command, "host_machine", lambda cases, **options: machine)
+    options = ("--schedule", "random", "--quick")
+    _, lines, _ = run(capsys, "--target", "host", "--op", "rmsnorm", "--case", "odd-float32", *options)
+    again = next(line for line in lines if "again: " in line)
+    assert again.split()[4:] == ["--target", "host", "--op", "rmsnorm", "--case", "odd-float32", *options]
 
 
 def test_stored_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from engine.batch import StepPlan
 from engine.checkpoint.loader import load_weights
 from engine.checkpoint.quantized import keep_packed
 from engine.checkpoint.source import ModelSource
+from engine.coded8 import FP8
 from engine.comm.communicator import OneRank
 from engine.config import EngineConfig, ModelConfig, StepLimits
 from engine.errors import ConfigError, KernelError
@@ -80,10 +81,10 @@ class CudaBackend:
 
     def load(self, source: ModelSource, weight_map: WeightMap, config: EngineConfig, progress: bool) -> Weights:
         self._gpu.prepare(self._notes.instances, progress)
-        store = GpuStore(self._dtype, self._gpu)
-        weights = load_weights(
-            source, keep_packed(weight_map), store, seed=config.seed, progress=progress, load_format=config.load_format
-        )
+        store, kept = GpuStore(self._dtype, self._gpu), keep_packed(weight_map)
+        if not self._gpu.has_fp8 and any(spec.coded is not None and spec.coded.kind == FP8 for spec in kept.linears):
+            logger.info("FP8 weights are multiplied in %s: %s has no tensor cores for FP8", self._dtype, self._gpu.arch)
+        weights = load_weights(source, kept, store, seed=config.seed, progress=progress, load_format=config.load_format)
         store.finish()
         return with_activations(weights, self._w4a8)
 

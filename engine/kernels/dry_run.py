@@ -16,6 +16,7 @@ from engine.coded_kv import KVKind
 from engine.comm.communicator import OneRank
 from engine.config import ModelConfig, StepLimits
 from engine.forward import EagerForward
+from engine.kernels.dry_load import load_dry
 from engine.kernels.embedding import embedding
 from engine.kernels.notes import Notes
 from engine.kernels.sampling import KernelSampling
@@ -68,7 +69,9 @@ def run_dry(
     one_layer = replace(config, n_layers=1)  # the others launch the same
     architecture = ARCHITECTURES[config.architecture]
     ops = kernel_ops(notes, KernelSampling(notes, limits.max_num_seqs))
-    weights = _blank_weights(keep_packed(architecture.weight_map(one_layer)), dtype)
+    weight_map = keep_packed(architecture.weight_map(one_layer))
+    load_dry(weight_map, notes)
+    weights = _blank_weights(weight_map, dtype)
     model = architecture.build(one_layer, with_activations(weights, w4a8), ops)
     cache = make_kv_cache(model.cache_specs, 1, BLOCK_SIZE, dtype, codes=kv_codes)
     rope = RopeTable(config.rope, config.rotary_dim, 1)

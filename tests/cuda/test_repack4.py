@@ -52,6 +52,11 @@ SHAPES = {
     "order": Shape((64, 16, 16), 320, 64, order=True),
     "gated-orders": Shape((40, 40), 256, 64, gated=True, order=True, row_order=True),
 }
+FEW = [  # that together need every layout, gated and not, and each way of a row or a column
+    *(("gptq", shape) for shape in ("three-modules", "gated-orders", "order")),
+    *(("awq", shape) for shape in ("three-modules", "gated", "ends-within-a-tile")),
+    *(("ct", shape) for shape in ("three-modules", "gated", "symmetric")),
+]
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
@@ -18,7 +19,7 @@ from engine.cpu import sampling as cpu_sampling
 from engine.kernels.device import Instance
 from engine.kernels.table import kernel_ops
 from tests.conformance.test_kernel_cases import HOST, is_slow
-from tests.cuda import test_linear, test_sampling
+from tests.cuda import test_linear, test_repack4, test_sampling
 from tests.cuda.edges import EDGES
 
 GPU_ONLY = ("_sm90",)  # endings of .cu files
@@ -140,8 +141,18 @@ def _linear_tests(stem: str, folder: Path) -> str:
     return ""
 
 
+def _repack_tests(stem: str, folder: Path) -> str:
+    """Of test_repack4: layers that together need each layout, gated and not."""
+    host = HostDevice(folder=folder)
+    for name, shape in test_repack4.FEW:
+        with tempfile.TemporaryDirectory() as files:
+            test_repack4.test_qnt_04_what_is_packed(name, shape, host, Path(files))
+    return ""
+
+
 MORE: dict[str, Callable[[str, Path], str]] = {  # they may raise AssertionError or KernelFault instead
     "linear": _linear_tests,
+    "repack4": _repack_tests,
     "sampling": _sampling_tests,
     "sampling_edits": _sampling_tests,
     "sampling_logprobs": _sampling_tests,

@@ -25,9 +25,10 @@ from ref.quant.int8 import int8_quantize
 
 Array = NDArray[Any]
 
-KINDS = ("int8", "fp8", "fp8_block")
 IN, OUT = 400, 40
 BF16 = np.dtype(ml_dtypes.bfloat16)
+QUANTIZED = (("int8", 0.0), ("int8", 0.013), ("fp8", 0.0), ("fp8", 0.013), ("fp8_block", 0.0))  # kind, fixed scale
+DECODED = (("fp8", BF16), ("fp8", np.dtype(np.float16)), ("fp8_block", BF16))
 
 
 def weight_of(kind: str, input_scale: float = 0.0, out_features: int = OUT) -> LinearWeight:
@@ -47,12 +48,13 @@ def tokens(num_tokens: int) -> Array:
     return np.random.default_rng(1).standard_normal((num_tokens, IN), np.float32).astype(BF16)
 
 
-@pytest.mark.parametrize("fixed", [0.0, 0.013])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "fixed"), QUANTIZED)
 def test_who_quantizes_makes_no_difference(kind: str, fixed: float) -> None:
-    if fixed and kind == "fp8_block":
-        pytest.skip("groups have no scale of the checkpoint")
-    device, weight = HostDevice(), weight_of(kind, fixed)
+    check_quantized(kind, fixed, HostDevice())
+
+
+def check_quantized(kind: str, fixed: float, device: HostDevice) -> None:
+    weight = weight_of(kind, fixed)
     assert weight.bias is not None
     x = tokens(2)
     x[1, 5] = 7e4  # past what the fixed scale holds
@@ -80,11 +82,14 @@ def test_infinity_and_nan_are_a_token_s_own() -> None:
     np.testing.assert_array_equal(y[[0, 3]], others[[0, 3]])
 
 
-@pytest.mark.parametrize("storage", [BF16, np.dtype(np.float16)], ids=str)
-@pytest.mark.parametrize("kind", ["fp8", "fp8_block"])
+@pytest.mark.parametrize(("kind", "storage"), DECODED, ids=str)
 def test_without_fp8_cores_weights_are_decoded(kind: str, storage: np.dtype[Any]) -> None:
+    check_decoded(kind, storage, HostDevice(has_fp8=False))
+
+
+def check_decoded(kind: str, storage: np.dtype[Any], device: HostDevice) -> None:
     """Every code but NaN is among the weights; x is not rounded to codes, and activations' own scales are not used."""
-    device, weight = HostDevice(has_fp8=False), weight_of(kind, 0.0 if kind == "fp8_block" else 2.0)
+    weight = weight_of(kind, 0.0 if kind == "fp8_block" else 2.0)
     assert weight.bias is not None
     codes = weight.tensors["weight"]
     codes[:2, :127] = np.arange(127, dtype=np.uint8)

@@ -67,8 +67,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--group-size {arguments.group_size}: must be a number of columns, or -1 for whole rows")
     if arguments.asymmetric and not method.has_groups:
         raise ConfigError(f"--asymmetric: --method {arguments.method} has no zero points")
-    if arguments.act_order and method.calibration != "hessian":
-        raise ConfigError(f"--act-order: --method {arguments.method} takes inputs in no order; GPTQ's do")
+    if arguments.act_order and arguments.method != "int4-gptq":  # compressed-tensors has given up groups of others
+        raise ConfigError("--act-order: only GPTQ's own files say which inputs make a group; use --method int4-gptq")
     if not 0 <= arguments.alpha <= 1:
         raise ConfigError(f"--alpha {arguments.alpha}: must be from 0 to 1")
     if not 0 < arguments.damp < 1:

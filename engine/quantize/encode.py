@@ -80,7 +80,7 @@ def layout(settings: Settings, scales: str, out_features: int, in_features: int)
             }
             if not settings.symmetric:
                 tensors["weight_zero_point"] = Layout("I32", (math.ceil(out_features / per_word), groups))
-            return tensors | ({"weight_g_idx": Layout("I32", (in_features,))} if settings.act_order else {})
+            return tensors
         case _:
             return {"weight": Layout("BF16", (out_features, in_features))}
 
@@ -202,7 +202,7 @@ def _pack(settings: Settings, scales: str, grouped: GroupedInt) -> Module:
         return awq_pack(grouped)
     module = ct_pack(grouped, symmetric=settings.symmetric)
     module["weight_scale"] = to_stored(grouped.scales, scales)
-    return module | ({"weight_g_idx": grouped.g_idx.astype(np.int32)} if settings.act_order else {})
+    return module
 
 
 def _size(settings: Settings, in_features: int) -> int:

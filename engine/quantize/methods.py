@@ -146,7 +146,6 @@ def _ct_config(settings: Settings, ignored: list[str]) -> dict[str, Any]:
             "strategy": strategy,
         }
         weights["group_size"] = None if settings.group_size == -1 else settings.group_size
-        weights["actorder"] = "group" if settings.act_order else None
         name, inputs = "pack-quantized", None
     else:
         kind = "int" if method.packing == "int8" else "float"

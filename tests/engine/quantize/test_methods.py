@@ -29,7 +29,6 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("bfloat16", "int4-rtn", {"symmetric": False}),
     ("bfloat16", "int4-rtn", {"group_size": -1}),
     ("bfloat16", "int4-gptq", {"act_order": True}),
-    ("bfloat16", "int4-gptq-ct", {"act_order": True}),
     ("bfloat16", "awq-rtn", {"group_size": -1}),
 ]
 # Of a weight against its group's step, or of fp8 against the number itself. Rounding is off by half a step; a scale

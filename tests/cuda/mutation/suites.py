@@ -19,7 +19,7 @@ from engine.cpu import sampling as cpu_sampling
 from engine.kernels.device import Instance
 from engine.kernels.table import kernel_ops
 from tests.conformance.test_kernel_cases import HOST, is_slow
-from tests.cuda import test_linear, test_repack4, test_sampling
+from tests.cuda import test_linear, test_linear_w8, test_repack4, test_sampling
 from tests.cuda.edges import EDGES
 
 GPU_ONLY = ("_sm90",)  # endings of .cu files
@@ -141,6 +141,15 @@ def _linear_tests(stem: str, folder: Path) -> str:
     return ""
 
 
+def _linear_w8_tests(stem: str, folder: Path) -> str:
+    """Of test_linear_w8: tokens that the kernel quantizes, and weights that it decodes."""
+    for kind, fixed in test_linear_w8.QUANTIZED:
+        test_linear_w8.check_quantized(kind, fixed, HostDevice(folder=folder))
+    for kind, storage in test_linear_w8.DECODED:
+        test_linear_w8.check_decoded(kind, storage, HostDevice(folder=folder, has_fp8=False))
+    return ""
+
+
 def _repack_tests(stem: str, folder: Path) -> str:
     """Of test_repack4: layers that together need each layout, gated and not."""
     host = HostDevice(folder=folder)
@@ -152,6 +161,7 @@ def _repack_tests(stem: str, folder: Path) -> str:
 
 MORE: dict[str, Callable[[str, Path], str]] = {  # they may raise AssertionError or KernelFault instead
     "linear": _linear_tests,
+    "linear_w8": _linear_w8_tests,
     "repack4": _repack_tests,
     "sampling": _sampling_tests,
     "sampling_edits": _sampling_tests,

@@ -28,24 +28,33 @@ SM_SCALE = 0.125
 ORDERS = (("in_step", 0), ("greedy", 0), ("random", 1))
 
 
+MANY_SMS, MANY_HEADS = (
+    80,
+    32,
+)  # 20 splits: more than are added up at once; of a block, more heads times splits than threads
+
+
 @cache
-def inputs() -> dict[str, Array]:
+def inputs(n_heads: int = N_HEADS) -> dict[str, Array]:
+    """With other heads the first sequence is twice as long."""
     rng = np.random.default_rng(3)
+    times = 1 if n_heads == N_HEADS else 2
+    num_blocks, seq_lens = times * NUM_BLOCKS, (times * SEQ_LENS[0], SEQ_LENS[1])
 
     def numbers(*shape: int) -> Array:
         return rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)
 
     return {
-        "q": numbers(2, N_HEADS, HEAD_DIM),
-        "k_cache": numbers(NUM_BLOCKS, BLOCK_SIZE, N_KV_HEADS, HEAD_DIM),
-        "v_cache": numbers(NUM_BLOCKS, BLOCK_SIZE, N_KV_HEADS, HEAD_DIM),
-        "block_table": np.stack([rng.permutation(NUM_BLOCKS)] * 2).astype(np.int32),
-        "seq_lens": np.array(SEQ_LENS, np.int32),
+        "q": numbers(2, n_heads, HEAD_DIM),
+        "k_cache": numbers(num_blocks, BLOCK_SIZE, N_KV_HEADS, HEAD_DIM),
+        "v_cache": numbers(num_blocks, BLOCK_SIZE, N_KV_HEADS, HEAD_DIM),
+        "block_table": np.stack([rng.permutation(num_blocks)] * 2).astype(np.int32),
+        "seq_lens": np.array(seq_lens, np.int32),
     }
 
 
-def decode(device: HostDevice) -> Array:
-    given = inputs()
+def decode(device: HostDevice, n_heads: int = N_HEADS) -> Array:
+    given = inputs(n_heads)
     caches = given["k_cache"], given["v_cache"]
     answer: Array = attention_decode(
         given["q"], *caches, given["block_table"], given["seq_lens"], SM_SCALE, device=device
@@ -53,10 +62,11 @@ def decode(device: HostDevice) -> Array:
     return answer
 
 
-def problem(device: HostDevice) -> str:
+def problem(device: HostDevice, n_heads: int = N_HEADS) -> str:
     """What is wrong with two launches in a row; "" if nothing is."""
-    found = [decode(device) for _ in range(2)]
-    wide = {name: array.astype(np.float64) if array.dtype.kind != "i" else array for name, array in inputs().items()}
+    found = [decode(device, n_heads) for _ in range(2)]
+    given = inputs(n_heads).items()
+    wide = {name: array.astype(np.float64) if array.dtype.kind != "i" else array for name, array in given}
     with np.errstate(invalid="ignore"):  # of what no block has written
         error = np.abs(found[0].astype(np.float64) - attention.attention_decode(**wide, sm_scale=SM_SCALE)).max()
     if not error <= 4 * 2**-8:
@@ -69,6 +79,10 @@ def problem(device: HostDevice) -> str:
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_splits_add_up(order: tuple[str, int]) -> None:
     assert problem(HostDevice(*order, num_sms=NUM_SMS)) == ""
+
+
+def test_many_splits_add_up() -> None:
+    assert problem(HostDevice("greedy", num_sms=MANY_SMS), MANY_HEADS) == ""
 
 
 def test_the_order_of_blocks_does_not_matter() -> None:
@@ -102,9 +116,19 @@ FAULTS = {  # fault: text found once in attention_decode.cu, what replaces it
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+MANY_FAULTS = {
+    "splits behind the eighth lost": ("split < num_splits; ++split) {", "split < min(num_splits, 8); ++split) {"),
+    "only as many weights as threads": (
+        "i < num_heads * num_splits; i += 32 * kWarps) all[i] =",
+        "i < min(num_heads * num_splits, 32 * kWarps); i += 32 * kWarps) all[i] =",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, *MANY_FAULTS])
 def test_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
-    text, replacement = FAULTS[fault]
+    text, replacement = (FAULTS | MANY_FAULTS)[fault]
+    num_sms, n_heads = (MANY_SMS, MANY_HEADS) if fault in MANY_FAULTS else (NUM_SMS, N_HEADS)
     source = (CUDA / "attention_decode.cu").read_text("utf-8")
     assert source.count(text) == 1
     shutil.copytree(CUDA / "include", tmp_path / "include")
@@ -112,7 +136,7 @@ def test_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
     (tmp_path / "attention_decode.cu").write_text(source.replace(text, replacement), "utf-8")
     for order in ORDERS:
         try:
-            if problem(HostDevice(*order, folder=tmp_path, num_sms=NUM_SMS)):
+            if problem(HostDevice(*order, folder=tmp_path, num_sms=num_sms), n_heads):
                 return
         except KernelFault:
             return

@@ -22,6 +22,7 @@ from engine.models.registry import ARCHITECTURES
 from engine.ops import cpu_ops
 from ref.config import parse_config
 from ref.model.registry import forward
+from ref.quant.awq import awq_pack
 from ref.quant.compressed_tensors import ct_pack
 from ref.quant.gptq import gptq_pack
 from ref.quant.scheme import read_weights
@@ -76,6 +77,21 @@ MIXED: dict[str, tuple[dict[str, Any], dict[str, Quantize | None], dict[str, str
             **{"layers.0.gate_up_proj": "dense", "layers.1.gate_up_proj": "packed4_gated"},
             **{"layers.0.qkv_proj": "packed4", "layers.1.qkv_proj": "dense", "layers.1.o_proj": "packed4"},
         },
+    ),
+    "gptq-one-group-act-order": (
+        {**GPTQ, "group_size": -1, "desc_act": True},
+        {r".*_proj": partial(grouped, gptq_pack, group_size=-1, act_order=True)},
+        {"layers.0.qkv_proj": "packed4", "layers.1.gate_up_proj": "packed4_gated"},
+    ),
+    "awq-one-group": (
+        {"quant_method": "awq", "bits": 4, "group_size": -1, "zero_point": True},
+        {r".*_proj": partial(grouped, awq_pack, group_size=-1)},
+        {"layers.0.qkv_proj": "packed4", "layers.1.gate_up_proj": "packed4_gated"},
+    ),
+    "gptq-8-bit-act-order": (
+        {**GPTQ, "bits": 8, "desc_act": True},
+        {r".*_proj": partial(grouped, gptq_pack, bits=8, act_order=True)},
+        {"layers.0.qkv_proj": "dense"},
     ),
     "gptq-head": (
         {**GPTQ, "lm_head": True},

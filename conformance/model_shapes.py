@@ -10,6 +10,7 @@ from engine.checkpoint.loader import load_model_config
 from engine.checkpoint.source import resolve
 from engine.config import ModelConfig
 from engine.errors import ConfigError
+from engine.kernels.attention import HEAD_DIMS
 
 NUM_TOKENS = (1, 17)
 SEQ_LENS = (300, 17, 1)
@@ -26,6 +27,9 @@ def model_cases(folder: Path) -> list[Case]:
     config = load_model_config(resolve(str(folder)))
     if config.mla is not None or config.prefix_lm is not None:
         raise ConfigError(f"{folder}: there are no kernels for the attention of {config.architecture} yet")
+    if config.head_dim not in HEAD_DIMS:
+        known = ", ".join(map(str, HEAD_DIMS))
+        raise ConfigError(f"{folder}: there are no kernels for its head_dim {config.head_dim}, only for {known}")
     hidden = config.hidden_size
     norms = [
         rmsnorm.make_case(f"model-{n}", n, hidden, config.norm_eps, fused)

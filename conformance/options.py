@@ -104,9 +104,15 @@ def misplaced(args: argparse.Namespace) -> str:
     if args.ids is not None and args.layers is None:
         return "--ids is for --layers"
     for name, path in (("--json", args.json), ("--junit", args.junit)):
-        if path is not None:
-            try:
-                path.open("a").close()  # before a run of hours, not behind it
-            except OSError as error:
-                return f"{name} {path}: it cannot be written: {error.strerror}"
+        if path is not None and (problem := unwritable(path)):
+            return f"{name} {path}: {problem}"
+    return ""
+
+
+def unwritable(path: Path) -> str:
+    """Why a file cannot be written, or "": asked before a run of hours, not behind it."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        return f"it cannot be written: {error.strerror}"
     return ""

@@ -37,6 +37,7 @@ from conformance.bench.row import Rates, Row, limit_of
 from conformance.bench.table import WRONG, Figure, header, line, report, status, summary
 from conformance.bench.timing import GraphTimer, Timer, clocks
 from conformance.machines import MachineMissing, about_gpu, find_cupy, kernel_hash
+from conformance.options import unwritable
 from engine.checkpoint.starter import cache_dir
 from engine.errors import GlintError
 from engine.kernels.notes import Notes
@@ -58,9 +59,18 @@ def all_rows() -> list[Row]:
     ]
 
 
+def _refuse(problem: str) -> int:
+    print(f"python -m conformance.bench: {problem}", file=sys.stderr)
+    return 2
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(sys.argv[1:] if arguments is None else arguments)
+    if args.json is not None and (problem := unwritable(args.json)):
+        return _refuse(f"--json {args.json}: {problem}")
     if args.readme is not None:
+        if not args.readme.is_file():
+            return _refuse(f"--readme {args.readme}: there is no such file")
         args.readme.write_text(with_tables(args.readme.read_text("utf-8"), tables()), encoding="utf-8")
         return 0
     found = _choose(all_rows(), args)

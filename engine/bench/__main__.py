@@ -58,13 +58,15 @@ def _add_offline(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--batches", type=_numbers, default=(1, 8), help="decode batch sizes, such as 1,8")
     parser.add_argument("--prefills", type=_numbers, default=(512,), help="prompt lengths")
-    parser.add_argument("--steps", type=int, default=30, help="decode steps a figure is the median of")
-    parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--json", default=None, help="file to write the report to; - for one line on standard output")
+    parser.add_argument("--steps", type=_number, default=30, help="decode steps a figure is the median of")
+    parser.add_argument("--threads", type=_number, default=None)
+    parser.add_argument(
+        "--json", type=_file, default=None, help="file to write the report to; - for one line on standard output"
+    )
     parser.add_argument(
         "--against-transformers", metavar="PYTHON", help="an interpreter with the oracle extra: paired runs"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="of paired runs")
+    parser.add_argument("--rounds", type=_number, default=3, help="of paired runs")
     parser.set_defaults(run=_run_offline)
 
 
@@ -114,7 +116,7 @@ def _write(where: str | None, report: str) -> None:
 
 def _add_bookkeeping(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("bookkeeping", help="a step without the model's and the sampler's arithmetic")
-    parser.add_argument("--seqs", type=int, default=256, help="running sequences")
+    parser.add_argument("--seqs", type=_number, default=256, help="running sequences")
     parser.set_defaults(run=_run_bookkeeping)
 
 
@@ -132,9 +134,26 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _numbers(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in text.split(",") if part)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 1,8") from None
+        return tuple(_number(part) for part in text.split(",") if part)
+    except (ValueError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers from 1 on, such as 1,8") from None
+
+
+def _number(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def _file(text: str) -> str:
+    """A name, or - for standard output; a place that cannot be written is found before the figures are measured."""
+    if text != "-":
+        try:
+            Path(text).open("a").close()
+        except OSError as error:
+            raise argparse.ArgumentTypeError(f"{text} cannot be written: {error.strerror}") from None
+    return text
 
 
 if __name__ == "__main__":

@@ -78,7 +78,8 @@ class GpuForward:
         self._cache, self._rope, self._gpu = cache, rope, gpu
         self._table_width = table_width
         self._rope_table = cupy.asarray(rope.table)
-        room = 5 * max_num_tokens + 2 * (max_num_seqs + 1) + max_num_seqs * table_width
+        # Three numbers a token and three a sequence, of which a prompt's step may have one for every two tokens.
+        room = 6 * max_num_tokens + 2 * (max_num_seqs + 1) + max_num_seqs * table_width
         pinned = [cupy.cuda.alloc_pinned_memory(4 * room) for _ in range(2)]
         self._host: list[Int32] = [np.frombuffer(memory, np.int32, room) for memory in pinned]
         self._copied = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]  # what lies in host has arrived

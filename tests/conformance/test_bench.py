@@ -429,3 +429,12 @@ def test_readme_says_what_the_stored_runs_say() -> None:
     """python -m conformance.bench --readme README.md makes it so."""
     text = (ROOT / "README.md").read_text("utf-8")
     assert with_tables(text, tables()) == text
+
+
+def test_files_that_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Found before anything is timed, and without a GPU."""
+    for name, reason in (("--json", "it cannot be written: No such file or directory"), ("--readme", "no such file")):
+        assert command.main([name, str(tmp_path / "none" / "file")]) == 2
+        captured = capsys.readouterr()
+        assert (captured.out, captured.err.count("\n")) == ("", 1)
+        assert reason in captured.err

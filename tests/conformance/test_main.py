@@ -164,6 +164,13 @@ def test_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, target: st
     assert message in error
 
 
+def test_a_model_whose_heads_have_no_kernel(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rand_model(tmp_path, head_dim=72)
+    status, lines, error = run(capsys, "--target", "host", "--model", str(tmp_path), "--list")
+    assert (status, lines) == (2, [])
+    assert "there are no kernels for its head_dim 72, only for 64, 80, 96, 128, 256" in error
+
+
 def test_export(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """What is written is enough to judge an answer by."""
     status, lines, _ = run(capsys, "export", str(tmp_path), "--op", "rmsnorm", "--case", "add-odd-bfloat16")

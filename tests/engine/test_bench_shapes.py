@@ -104,3 +104,21 @@ def test_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     with pytest.raises(SystemExit):
         main(["offline", "--model-shape", "gpt-9"])
     assert "'gpt-9' (choose from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batches", "0"], "'0' is no list of numbers from 1 on"),
+        (["--batches", "1,x"], "'1,x' is no list of numbers from 1 on"),
+        (["--steps", "0"], "argument --steps: 0 is below 1"),
+        (["--json", "/dev/null/file"], "/dev/null/file cannot be written: Not a directory"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not behind the figures: those of a file that cannot be written would be lost."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["offline", *arguments])
+    assert message in capsys.readouterr().err

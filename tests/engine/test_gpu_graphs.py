@@ -184,6 +184,13 @@ def test_steps_that_wait_for_nobody(pair: Pair) -> None:
         np.testing.assert_array_equal(stand_in.to_host(found), eager(eager.batch(plan)))
 
 
+def test_the_shortest_sequences(gpu_forward: ModuleType, tmp_path: Path) -> None:
+    """Two tokens in blocks of one: a step that is tried has a sequence for every two of its tokens."""
+    engine = make_engine(model_folder(tmp_path, "llama"), gpu_forward, block_size=1, max_model_len=2, max_num_seqs=2)
+    forward: Any = engine.runner.forward
+    assert np.isfinite(stand_in.to_host(forward.try_prompt(32))).all()
+
+
 def test_sizes(gpu_forward: ModuleType) -> None:
     """Each number up to the limit has a graph that is not much larger, and none is larger than a step may be."""
     for limit in (1, 7, 8, 9, 100, 256, 1000):

@@ -6,14 +6,16 @@
 //            (else null); block_table [num_seqs, table_stride] int32, −1 = none; seq_lens [num_seqs] int32;
 //            with splits partial [num_seqs, n_heads, num_splits, head_dim] float32, lse [.., num_splits] float32 and a
 //            counter for each block of a split, 0 before and after
-// a block    owns one sequence, one KV head, up to 16 of its query heads and one split of the tokens. Its warps take
+// a block    owns one sequence, one KV head, up to 16 (codes: 8 · kHeadTiles) of its query heads and one split of the tokens. Its warps take
 //            chunks of 16 tokens (32 of codes) in turn, each with a ring of chunks of its own in shared memory, and add up at the end;
 //            of the splits the block that comes last adds up all
 // template   T bf16 or fp16; kHeadDim a multiple of 16 up to 256; kWarps; kStages chunks in a warp's ring; C what the
-//            caches hold: T, or e4m3 or signed char (int8), whose codes are multiplied as the numbers they stand for
+//            caches hold: T, or e4m3 or signed char (int8), whose codes are multiplied as the numbers they stand for;
+//            kHeadTiles of 8 query heads, of codes: there tokens, and elements of values, are the rows of products
 // sums       float32; a running maximum a warp, chunk by chunk; warps in order, splits in order; p is rounded to T as
-//            the tensor cores take it; scales of codes are multiplied to the sums q · k, and to p before it is rounded
-// launcher   grid (num_splits, n_kv_heads · ⌈n_rep / 16⌉, num_seqs), block 32 · kWarps, shared memory
+//            the tensor cores take it; over codes they multiply numbers of fp16 whatever T is: codes as they are, q over
+//            a power of 2 for each head, and p times the scale of v over the largest scale of v so far
+// launcher   grid (num_splits, n_kv_heads · ⌈n_rep / heads of a block⌉, num_seqs), block 32 · kWarps, shared memory
 //            kWarps · kStages · 64 · kHeadDim bytes (codes: 256 more a stage) and at least 64 · num_splits. Of what kernels that may still run write,
 //            only q and a sequence's newest token are read: lengths, the table and older tokens were there before
 #include "kv_codes.cuh"
@@ -40,14 +42,168 @@ __device__ __forceinline__ int place(int row, int unit) {
 __device__ __forceinline__ unsigned pack2(float low, float high, bf16) { return pack_bf16(low, high); }
 __device__ __forceinline__ unsigned pack2(float low, float high, fp16) { return pack_fp16(low, high); }
 
-// A row's queries at column 16 · step + 4 · pair and after it, as decode_codes orders the keys: numbers 0 and 2, then 1
-// and 3.
-__device__ __forceinline__ void load_for_codes(const unsigned* four, unsigned& even, unsigned& odd) {
-  const unsigned first = four[0], second = four[1];
-  even = __byte_perm(first, second, 0x5410), odd = __byte_perm(first, second, 0x7632);
-}
+// What a warp has added up over codes, and how it adds a chunk. Tokens are the rows of the products that give scores, and
+// elements those of the ones that give sums, so that no row is empty where few heads share a KV head.
+template <int kHeadDim, int kHeadTiles>
+struct CodedSums {
+  static constexpr int kSteps = kHeadDim / 16;
+  float sums[kSteps][kHeadTiles][4] = {};  // elements 16·step + 2·group, +1 of heads 8·tile + 2·pair, +1
+  float largest[kHeadTiles][2], total[kHeadTiles][2] = {};  // of these heads; totals of this lane's tokens
+  float q_unit[kHeadTiles][2];                              // what their queries are over
+  float v_unit = 0.0f, to_weights = 0.0f;                   // the largest scale of a value so far; 2^15 over it
 
-template <typename T, int kHeadDim, int kWarps, int kStages, typename C = T>
+  __device__ __forceinline__ CodedSums() {
+#pragma unroll
+    for (int tile = 0; tile < kHeadTiles; ++tile) largest[tile][0] = largest[tile][1] = -kInfinity;
+  }
+
+  // From two T a word, neighbours, to fp16 in the order of decoded keys, over a power of 2 that makes them less than 2.
+  template <typename T>
+  __device__ __forceinline__ void prepare(unsigned (&q_rows)[kSteps][4]) {
+    const int pair = threadIdx.x % 4;
+#pragma unroll
+    for (int tile = 0; tile < kHeadTiles; ++tile) {
+      unsigned most = 0u;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+        for (int i = 2 * tile; i < 2 * tile + 2; ++i)
+          most = max(most, max(q_rows[step][i] & 0x7fffu, q_rows[step][i] >> 16 & 0x7fffu));
+      most = max(most, __shfl_xor_sync(kAllLanes, most, 1));
+      most = max(most, __shfl_xor_sync(kAllLanes, most, 2));
+      const unsigned exponent = __float_as_uint(to_float(T{static_cast<unsigned short>(most)})) & 0x7f800000u;
+      const float unit = __uint_as_float(min(max(exponent, 1u << 23), 253u << 23));
+      const float inverse = 1.0f / unit;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        float numbers[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const unsigned word = q_rows[step][2 * tile + i / 2];
+          numbers[i] = to_float(T{static_cast<unsigned short>(i % 2 ? word >> 16 : word)}) * inverse;
+        }
+        q_rows[step][2 * tile] = pack_fp16(numbers[0], numbers[2]);
+        q_rows[step][2 * tile + 1] = pack_fp16(numbers[1], numbers[3]);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) q_unit[tile][i] = __shfl_sync(kAllLanes, unit, 4 * (2 * pair + i));
+    }
+  }
+
+  // k_tile, v_tile [32][kHeadDim] and scales [k, v][32] from token `from` on; q_rows: as the kernel loads them; tokens
+  // before `first` or from `end` on do not count; scale: of scores, to powers of 2.
+  template <typename C>
+  __device__ __forceinline__ void add(const Stored<C>* k_tile, const Stored<C>* v_tile, const float* scales,
+                                      const unsigned (&q_rows)[kSteps][4], int from, int first, int end, float scale) {
+    const int lane = threadIdx.x % 32, group = lane / 4;
+    float scores[2][kHeadTiles][4] = {};  // tokens 16·i + group (of 0 and 1), + 8 (of 2 and 3)
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      unsigned keys[4];  // 16 elements of 8 tokens each
+      ldmatrix_x4(keys, k_tile + place<C, kHeadDim>(lane, step));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        unsigned rows[4];
+        decode_quickly(keys[2 * i], rows[0], rows[2], C{});
+        decode_quickly(keys[2 * i + 1], rows[1], rows[3], C{});
+#pragma unroll
+        for (int tile = 0; tile < kHeadTiles; ++tile) {
+          const unsigned queries[2] = {q_rows[step][2 * tile], q_rows[step][2 * tile + 1]};
+          mma_k16(scores[i][tile], rows, queries, fp16{});
+        }
+      }
+    }
+    // A weight is at most 2^15, and what is less than 2^-29 of that loses digits.
+    const unsigned most = __reduce_max_sync(kAllLanes, max(__float_as_uint(v_unit), __float_as_uint(scales[32 + lane])));
+    float kept = 1.0f;
+    if (most != __float_as_uint(v_unit)) {  // of all lanes or none
+      kept = v_unit / __uint_as_float(most);
+      v_unit = __uint_as_float(most);
+      to_weights = v_unit < 1e-30f ? 0.0f : 32768.0f / v_unit;
+    }
+    float k_scale[2][2], v_scale[2][2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      k_scale[i / 2][i % 2] = usable_scale(scales[8 * i + group]) * (scale * kQuickUnit<C>);
+      v_scale[i / 2][i % 2] = usable_scale(scales[32 + 8 * i + group]) * to_weights;
+    }
+    float growth[kHeadTiles][2];
+    unsigned p[2][kHeadTiles][2];
+#pragma unroll
+    for (int tile = 0; tile < kHeadTiles; ++tile) {
+#pragma unroll
+      for (int head = 0; head < 2; ++head) {
+        float top = largest[tile][head];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float& score = scores[i / 2][tile][2 * (i % 2) + head];
+          const int token = from + 8 * i + group;
+          score = token >= first && token < end ? score * q_unit[tile][head] * k_scale[i / 2][i % 2] : -kInfinity;
+          top = fmaxf(top, score);
+        }
+#pragma unroll
+        for (int lanes = 4; lanes < 32; lanes *= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, lanes));
+        const float base = top == -kInfinity ? 0.0f : top;
+        growth[tile][head] = exp2f(largest[tile][head] - base);
+        largest[tile][head] = top;
+        float added = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float& score = scores[i / 2][tile][2 * (i % 2) + head];
+          score = exp2f(score - base);
+          added += score;
+          score *= v_scale[i / 2][i % 2];
+        }
+        total[tile][head] = total[tile][head] * growth[tile][head] + added;
+        growth[tile][head] *= kept;
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        p[i / 2][tile][i % 2] =
+            transposed(pack_fp16(scores[i / 2][tile][2 * (i % 2)], scores[i / 2][tile][2 * (i % 2) + 1]));
+    }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      unsigned values[4];
+      ldmatrix_x4_trans(values, v_tile + place<C, kHeadDim>(lane, step));
+#pragma unroll
+      for (int tile = 0; tile < kHeadTiles; ++tile)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[step][tile][i] *= growth[tile][i % 2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        unsigned rows[4];
+        decode_quickly(values[2 * i], rows[0], rows[1], C{});
+        decode_quickly(values[2 * i + 1], rows[2], rows[3], C{});
+#pragma unroll
+        for (int tile = 0; tile < kHeadTiles; ++tile) mma_k16(sums[step][tile], rows, p[i][tile], fp16{});
+      }
+    }
+  }
+
+  // To all [heads][kHeadDim], tops and totals [heads] of this warp.
+  template <typename C>
+  __device__ __forceinline__ void store(float* all, float* tops, float* totals) {
+    const float unit = v_unit / 32768.0f * kQuickUnit<C>;
+    const int lane = threadIdx.x % 32, group = lane / 4, pair = lane % 4;
+#pragma unroll
+    for (int tile = 0; tile < kHeadTiles; ++tile)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int head = 8 * tile + 2 * pair + i;
+        float sum = total[tile][i];
+#pragma unroll
+        for (int lanes = 4; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(kAllLanes, sum, lanes);
+        if (group == 0) tops[head] = largest[tile][i], totals[head] = sum;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+          *reinterpret_cast<float2*>(all + head * kHeadDim + 16 * step + 2 * group) =
+              make_float2(sums[step][tile][i] * unit, sums[step][tile][2 + i] * unit);
+      }
+  }
+};
+
+template <typename T, int kHeadDim, int kWarps, int kStages, typename C = T, int kHeadTiles = 2>
 __global__ void __launch_bounds__(32 * kWarps)
     attention_decode(const T* q, const Stored<C>* k_cache, const Stored<C>* v_cache, const float* k_scales,
                      const float* v_scales, const int* __restrict__ block_table, const int* __restrict__ seq_lens, T* out, float* partial, float* lse, unsigned* counters,
@@ -55,11 +211,11 @@ __global__ void __launch_bounds__(32 * kWarps)
                      float sm_scale) {
   constexpr bool kCoded = kIsCode<C>;
   constexpr int kSteps = kHeadDim / 16, kUnits = kHeadDim / 8, kTokens = kChunk<C>, kTile = kTokens * kHeadDim;
-  constexpr int kColumns = kTokens / 8;  // of scores that tensor cores give at once
+  constexpr int kHeads = 8 * kHeadTiles;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, pair = lane % 4;
-  const int n_rep = n_heads / n_kv_heads, groups = (n_rep + 15) / 16;
-  const int kv_head = static_cast<int>(blockIdx.y) / groups, first_head = kv_head * n_rep + static_cast<int>(blockIdx.y) % groups * 16;
-  const int num_heads = min(16, n_rep - static_cast<int>(blockIdx.y) % groups * 16);
+  const int n_rep = n_heads / n_kv_heads, groups = (n_rep + kHeads - 1) / kHeads;
+  const int kv_head = static_cast<int>(blockIdx.y) / groups, first_of_group = static_cast<int>(blockIdx.y) % groups * kHeads;
+  const int first_head = kv_head * n_rep + first_of_group, num_heads = min(kHeads, n_rep - first_of_group);
   const int seq = blockIdx.z, num_splits = gridDim.x;
   Stored<C>* const ring = dynamic_shared<Stored<C>>() + warp * kStages * 2 * kTile;  // [kStages][k, v][kTokens][kHeadDim]
   float* const scales =  // [kStages][k, v][kTokens]
@@ -113,26 +269,20 @@ __global__ void __launch_bounds__(32 * kWarps)
       cp_async_wait<0>();  // it is the warp's last one
     }
 
-  unsigned q_rows[kSteps][4];  // heads group and group + 8
+  unsigned q_rows[kSteps][4];  // heads group and group + 8; of codes, two of head group of a tile, and two of the next
 #pragma unroll
   for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-    for (int i = 0; i < (kCoded ? 2 : 4); ++i) {
-      if constexpr (kCoded) {
-        const int head = group + 8 * i;
-        const T* const row = q + static_cast<index_t>(seq) * q_stride + (first_head + head) * kHeadDim;
-        q_rows[step][i] = q_rows[step][i + 2] = 0u;
-        if (head < num_heads)
-          load_for_codes(reinterpret_cast<const unsigned*>(row + 16 * step + 4 * pair), q_rows[step][i],
-                         q_rows[step][i + 2]);
-        continue;
-      }
-      const int head = group + 8 * (i % 2), at = 16 * step + 2 * pair + 8 * (i / 2);
+    for (int i = 0; i < 4; ++i) {
+      const int head = group + 8 * (kCoded ? i / 2 : i % 2);
+      const int at = 16 * step + (kCoded ? 4 * pair + 2 * (i % 2) : 2 * pair + 8 * (i / 2));
       const T* const row = q + static_cast<index_t>(seq) * q_stride + (first_head + head) * kHeadDim + at;
       q_rows[step][i] = head < num_heads ? *reinterpret_cast<const unsigned*>(row) : 0u;
     }
 
   float sums[kUnits][4] = {}, largest[2] = {-kInfinity, -kInfinity}, total[2] = {};
+  CodedSums<kHeadDim, kHeadTiles> coded;
+  if constexpr (kCoded) coded.template prepare<T>(q_rows);
   const float scale = sm_scale * kLog2e;
   int stage = 0;
   for (int chunk = begin + warp; chunk < end; chunk += kWarps) {
@@ -143,94 +293,59 @@ __global__ void __launch_bounds__(32 * kWarps)
     __syncwarp();
     const Stored<C>* const k_tile = ring + stage * 2 * kTile;
     const Stored<C>* const v_tile = k_tile + kTile;
-    const float* const k_scale = scales + stage * 2 * kTokens + 2 * pair;
-    const float* const v_scale = k_scale + kTokens;
+    const float* const scales_of_chunk = scales + stage * 2 * kTokens;
     stage = (stage + 1) % kStages;
 
-    float scores[kColumns][4] = {};  // tokens 8·column + 2·pair, +1 of heads group and group + 8
-    if constexpr (kCoded)
+    if constexpr (kCoded) {
+      coded.template add<C>(k_tile, v_tile, scales_of_chunk, q_rows, chunk * kTokens, first_token, seq_len, scale);
+    } else {
+      float scores[2][4] = {};  // tokens 8·half + 2·pair, +1 of heads group and group + 8
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        unsigned keys[4];  // 16 elements of 8 tokens each
-        ldmatrix_x4(keys, k_tile + place<C, kHeadDim>(lane, step));
+        unsigned keys[4];  // both halves of 16 elements
+        ldmatrix_x4(keys, k_tile + place<C, kHeadDim>(lane % 8 + 8 * (lane / 16), 2 * step + lane / 8 % 2));
+        const unsigned first[2] = {keys[0], keys[1]}, second[2] = {keys[2], keys[3]};
+        mma_k16(scores[0], q_rows[step], first, T{});
+        mma_k16(scores[1], q_rows[step], second, T{});
+      }
+      float growth[2];
 #pragma unroll
-        for (int column = 0; column < kColumns; ++column) {
-          unsigned decoded[2];
-          decode_codes(keys[column], decoded[0], decoded[1], C{}, T{});
-          mma_k16(scores[column], q_rows[step], decoded, T{});
+      for (int half = 0; half < 2; ++half) {  // heads group + 8·half
+        float top = largest[half];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float& score = scores[i / 2][2 * half + i % 2];
+          const int token = chunk * kTokens + 8 * (i / 2) + 2 * pair + i % 2;
+          score = token >= first_token && token < seq_len ? score * scale : -kInfinity;
+          top = fmaxf(top, score);
         }
-      }
-    else
+        top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 2));
+        const float base = top == -kInfinity ? 0.0f : top;
+        growth[half] = exp2f(largest[half] - base);
+        largest[half] = top;
+        float added = 0.0f;
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      unsigned keys[4];  // both halves of 16 elements
-      ldmatrix_x4(keys, k_tile + place<C, kHeadDim>(lane % 8 + 8 * (lane / 16), 2 * step + lane / 8 % 2));
-      const unsigned first[2] = {keys[0], keys[1]}, second[2] = {keys[2], keys[3]};
-      mma_k16(scores[0], q_rows[step], first, T{});
-      mma_k16(scores[1], q_rows[step], second, T{});
-    }
-    float growth[2], scale_of_key[kColumns][2];
-#pragma unroll
-    for (int column = 0; column < kColumns; ++column)
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        scale_of_key[column][i] = kCoded ? usable_scale(k_scale[8 * column + i]) * (scale * kCodeUnit<T, C>) : scale;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {  // heads group + 8·half
-      float top = largest[half];
-#pragma unroll
-      for (int i = 0; i < 2 * kColumns; ++i) {
-        float& score = scores[i / 2][2 * half + i % 2];
-        const int token = chunk * kTokens + 8 * (i / 2) + 2 * pair + i % 2;
-        score = token >= first_token && token < seq_len ? score * scale_of_key[i / 2][i % 2] : -kInfinity;
-        top = fmaxf(top, score);
-      }
-      top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 2));
-      const float base = top == -kInfinity ? 0.0f : top;
-      growth[half] = exp2f(largest[half] - base);
-      largest[half] = top;
-      float added = 0.0f;
-#pragma unroll
-      for (int i = 0; i < 2 * kColumns; ++i) {
-        float& score = scores[i / 2][2 * half + i % 2];
-        score = exp2f(score - base);
-        added += score;
-      }
-      added += __shfl_xor_sync(kAllLanes, added, 1);
-      added += __shfl_xor_sync(kAllLanes, added, 2);
-      total[half] = total[half] * growth[half] + added;
-    }
-    if constexpr (kCoded)
-#pragma unroll
-      for (int column = 0; column < kColumns; ++column)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          scores[column][i] *= usable_scale(v_scale[8 * column + i % 2]) * kCodeUnit<T, C>;
-    unsigned p[kColumns / 2][4];
-#pragma unroll
-    for (int i = 0; i < 2 * kColumns; ++i)
-      p[i / 4][i % 4] = pack2(scores[i / 2][2 * (i % 2)], scores[i / 2][2 * (i % 2) + 1], T{});
-#pragma unroll
-    for (int unit = 0; unit < kUnits; unit += 2) {
-      unsigned values[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sums[unit][i] *= growth[i / 2], sums[unit + 1][i] *= growth[i / 2];
-      if constexpr (kCoded) {  // elements 0, 2, … of 16, then 1, 3, …
-        ldmatrix_x4_trans(values, v_tile + place<C, kHeadDim>(lane, unit / 2));
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {  // of the tokens
-          unsigned even[2], odd[2];
-#pragma unroll
-          for (int i = 0; i < 2; ++i) decode_codes(values[2 * half + i], even[i], odd[i], C{}, T{});
-          mma_k16(sums[unit], p[half], even, T{});
-          mma_k16(sums[unit + 1], p[half], odd, T{});
+        for (int i = 0; i < 4; ++i) {
+          float& score = scores[i / 2][2 * half + i % 2];
+          score = exp2f(score - base);
+          added += score;
         }
-      } else {
+        added += __shfl_xor_sync(kAllLanes, added, 1);
+        added += __shfl_xor_sync(kAllLanes, added, 2);
+        total[half] = total[half] * growth[half] + added;
+      }
+      const unsigned p[4] = {pack2(scores[0][0], scores[0][1], T{}), pack2(scores[0][2], scores[0][3], T{}),
+                             pack2(scores[1][0], scores[1][1], T{}), pack2(scores[1][2], scores[1][3], T{})};
+#pragma unroll
+      for (int unit = 0; unit < kUnits; unit += 2) {
+        unsigned values[4];
         ldmatrix_x4_trans(values, v_tile + place<C, kHeadDim>(lane % 16, unit + lane / 16));
         const unsigned first[2] = {values[0], values[1]}, second[2] = {values[2], values[3]};
-        mma_k16(sums[unit], p[0], first, T{});
-        mma_k16(sums[unit + 1], p[0], second, T{});
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[unit][i] *= growth[i / 2], sums[unit + 1][i] *= growth[i / 2];
+        mma_k16(sums[unit], p, first, T{});
+        mma_k16(sums[unit + 1], p, second, T{});
       }
     }
     __syncwarp();  // all lanes are done with this chunk before it is overwritten
@@ -238,21 +353,23 @@ __global__ void __launch_bounds__(32 * kWarps)
   cp_async_wait<0>();
   dependency_launch();  // earlier, what comes after would take the memory from this kernel
 
-  // The warps' results meet in shared memory, [kWarps][16][kHeadDim], in place of the rings.
-  __shared__ float tops[kWarps][16], totals[kWarps][16];
+  // The warps' results meet in shared memory, [kWarps][kHeads][kHeadDim], in place of the rings.
+  __shared__ float tops[kWarps][kHeads], totals[kWarps][kHeads];
   __syncthreads();
   float* const all = dynamic_shared<float>();
+  if constexpr (kCoded) {
+    coded.template store<C>(all + warp * kHeads * kHeadDim, tops[warp], totals[warp]);
+  } else {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int head = group + 8 * half;
-    if (pair == 0) tops[warp][head] = largest[half], totals[warp][head] = total[half];
+    for (int half = 0; half < 2; ++half) {
+      const int head = group + 8 * half;
+      if (pair == 0) tops[warp][head] = largest[half], totals[warp][head] = total[half];
 #pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit)
+      for (int unit = 0; unit < kUnits; ++unit)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int at = kCoded ? unit / 2 * 16 + 4 * pair + 2 * i + unit % 2 : 8 * unit + 2 * pair + i;
-        all[(warp * 16 + head) * kHeadDim + at] = sums[unit][2 * half + i];
-      }
+        for (int i = 0; i < 2; ++i)
+          all[(warp * kHeads + head) * kHeadDim + 8 * unit + 2 * pair + i] = sums[unit][2 * half + i];
+    }
   }
   __syncthreads();
   for (int i = threadIdx.x; i < num_heads * kHeadDim; i += 32 * kWarps) {
@@ -264,7 +381,7 @@ __global__ void __launch_bounds__(32 * kWarps)
 #pragma unroll
     for (int other = 0; other < kWarps; ++other) {
       const float share = exp2f(tops[other][head] - base);
-      sum += share * all[(other * 16 + head) * kHeadDim + at];
+      sum += share * all[(other * kHeads + head) * kHeadDim + at];
       weight += share * totals[other][head];
     }
     const float result = weight > 0.0f ? sum / weight : 0.0f;

@@ -91,6 +91,12 @@ HOST_LDMATRIX(ldmatrix_x2_trans, 2, true)
 HOST_LDMATRIX(ldmatrix_x4_trans, 4, true)
 #undef HOST_LDMATRIX
 
+inline unsigned transposed(unsigned x, HOST_SITE_PARAMETERS) {
+  const int row = host::current->lane / 4, column = host::current->lane % 4, shift = 16 * (row % 2);
+  const unsigned low = __shfl_sync(0xffffffffu, x, 8 * column + row / 2, 32, file, line);
+  const unsigned high = __shfl_sync(0xffffffffu, x, 8 * column + 4 + row / 2, 32, file, line);
+  return (low >> shift & 0xffffu) | (high >> shift & 0xffffu) << 16;
+}
 template <typename T>
 inline float fma_of_halves(unsigned a, unsigned b, unsigned c, int shift) {  // rounded to float before it is to T
   const auto half = [shift](unsigned x) { return to_float(T{static_cast<unsigned short>(x >> shift)}); };

@@ -53,6 +53,26 @@ __device__ __forceinline__ void decode_codes(unsigned codes, unsigned& even, uns
   odd = fma2((upper & 0x007f007fu) | 0x43004300u, kOne, (upper & 0x00800080u) | 0xc300c300u, bf16{});
 }
 
+// The same as fp16, times kQuickUnit, the quickest way that the GPU has.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+template <typename C>
+constexpr float kQuickUnit = kCodeUnit<fp16, C>;
+template <>
+constexpr float kQuickUnit<e4m3> = 1.0f;
+__device__ __forceinline__ void decode_quickly(unsigned codes, unsigned& even, unsigned& odd, e4m3) {
+  halves_of_e4m3(__byte_perm(codes, 0u, 0x3120), even, odd);
+}
+#else
+template <typename C>
+constexpr float kQuickUnit = kCodeUnit<fp16, C>;
+__device__ __forceinline__ void decode_quickly(unsigned codes, unsigned& even, unsigned& odd, e4m3) {
+  decode_codes(codes, even, odd, e4m3{}, fp16{});
+}
+#endif
+__device__ __forceinline__ void decode_quickly(unsigned codes, unsigned& even, unsigned& odd, signed char) {
+  decode_codes(codes, even, odd, static_cast<signed char>(0), fp16{});
+}
+
 // A scale with infinity as NaN: a head that held either gives NaN, whatever its codes are.
 __device__ __forceinline__ float usable_scale(float scale) { return fmaf(scale, 0.0f, scale); }
 

@@ -101,6 +101,23 @@ __device__ __forceinline__ unsigned fma2(unsigned a, unsigned b, unsigned c, fp1
   return d;
 }
 
+#if __CUDA_ARCH__ >= 890
+// Four numbers of e4m3 as fp16, exact: the first two are those in the lower bits.
+__device__ __forceinline__ void halves_of_e4m3(unsigned x, unsigned& first, unsigned& last) {
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+      : "=r"(first), "=r"(last)
+      : "r"(x));
+}
+#endif
+
+// An 8×8 matrix of 16-bit numbers with rows and columns changed; lane 4·r + c has numbers 2·c and 2·c + 1 of row r.
+__device__ __forceinline__ unsigned transposed(unsigned x) {
+  unsigned d;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(x));
+  return d;
+}
+
 // d += a · b for tiles of 16 × k and k × 8; the last argument only names the format of a and b.
 #define MMA(SHAPE_AND_TYPES, ACCUMULATOR)                                                                  \
   asm volatile("mma.sync.aligned." SHAPE_AND_TYPES " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "       \

@@ -27,7 +27,7 @@ Array = Any
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 CHUNK = 16  # tokens that a warp of attention_decode takes at once; of codes twice as many
-HEADS = 16  # query heads that a block of it takes
+HEADS = 16  # query heads that a block of it takes; of codes half, where so few share a KV head
 DECODE_WARPS = 4
 HOPPER_TILES = {64: 128, 128: 128, 256: 64}  # tokens of a tile of attention_prefill_sm90, by head_dim
 HOPPER_BOX = 16  # tokens that it copies at once
@@ -64,13 +64,14 @@ def attention_decode(
     out = _output(kernel, q, out, device)
     if not out.size:
         return out
-    groups = ceil_div(n_heads // n_kv_heads, HEADS)
+    n_rep, coded = n_heads // n_kv_heads, keys[1] is not None
+    heads = HEADS if n_rep > HEADS // 2 or not coded else HEADS // 2
+    groups = ceil_div(n_rep, heads)
     num_blocks = num_seqs * n_kv_heads * groups
     num_splits = _num_splits(num_blocks, block_table.shape[1] * block_size, device)
     partial = device.empty((num_seqs, n_heads, num_splits, head_dim), np.float32) if num_splits > 1 else None
     lse = device.empty((num_seqs, n_heads, num_splits), np.float32) if num_splits > 1 else None
     stages = 3 if head_dim <= 128 else 2
-    coded = keys[1] is not None
     warp_bytes = max(stages * (4 * CHUNK * head_dim + (16 * CHUNK if coded else 0)), 4 * HEADS * head_dim)
     # A block that has an SM for itself takes twice the warps: quicker where it has all tokens of its sequence (16
     # sequences of 8B 5.18 -> 5.05 ms a step) and where few sequences may be long (one of 128k tokens 141 -> 132 µs, of
@@ -79,12 +80,12 @@ def attention_decode(
     warps = 2 * DECODE_WARPS if alone else DECODE_WARPS
     while warps * warp_bytes > device.max_shared_bytes:
         warps //= 2
-    type_ = type_name(kernel, "q", q)
+    type_, codes = type_name(kernel, "q", q), f"{_codes(keys)}, {heads // 8}" if coded else ""
     caches = keys[0], values[0], keys[1], values[1]
     arguments = [q, *caches, block_table, seq_lens, out, partial, lse, device.counters]
     arguments += map(np.int32, (stride(q), stride(block_table), block_size, n_heads, n_kv_heads, window or 0))
     device.launch(
-        Instance(kernel, f"attention_decode<{type_}, {head_dim}, {warps}, {stages}{_codes(keys)}>"),
+        Instance(kernel, f"attention_decode<{type_}, {head_dim}, {warps}, {stages}{codes}>"),
         (num_splits, n_kv_heads * groups, num_seqs),
         (32 * warps,),
         [*arguments, np.float32(sm_scale)],

@@ -54,6 +54,7 @@ SHAPES = {
     "one-token-fixed": Shape(1, 256, 64, fixed=True),
     "zero-token": Shape(2, 272, 64, bias=True),  # all of its numbers are 0
     "two-tokens-block": Shape(2, 272, 72, BLOCK, bias=True),
+    "tiles-of-three": Shape(5, 272, 185, bias=True),  # with as few SMs as the host has
     "odd": Shape(3, 336, 72),  # neither whole tiles of rows nor whole steps of columns
     "odd-fp8": Shape(3, 336, 72, FP8),
     "seven-tokens-ragged": Shape(7, 192, 576, BLOCK),  # QNT-05: 4.5 blocks of rows, 1.5 of columns
@@ -63,10 +64,10 @@ SHAPES = {
     "sixteen-tokens-fp8": Shape(16, 256, 64, FP8, fixed=True),
     "seventeen-tokens": Shape(17, 256, 104),
     "seventeen-tokens-block": Shape(17, 400, 104, BLOCK, bias=True),
-    "splits": Shape(6, 1664, 64),  # of a kernel: in_features shared by several blocks
-    "splits-one-token-fp8": Shape(1, 1664, 64, FP8),
-    "splits-block": Shape(12, 2176, 64, BLOCK),
-    "splits-thirty-tokens": Shape(30, 2304, 96),
+    "splits": Shape(6, 4608, 32),  # of a kernel: in_features shared by several blocks
+    "splits-one-token-fp8": Shape(1, 4608, 24, FP8),
+    "splits-block": Shape(12, 4688, 32, BLOCK),
+    "splits-thirty-tokens": Shape(30, 4608, 32),
     "many-tokens": Shape(100, 384, 136, bias=True),
     "many-tokens-fp8": Shape(70, 256, 136, FP8),
     "many-tokens-block": Shape(130, 400, 192, BLOCK),
@@ -82,7 +83,8 @@ SHAPES = {
     "gated-ragged": Shape(2, 256, 288, BLOCK, activation="silu"),  # a block has gates and what they are multiplied by
     "gated-odd": Shape(3, 336, 80, FP8, bias=True, activation="gelu_new"),
     "gated-nine-tokens-block": Shape(9, 272, 512, BLOCK, activation="silu", bias=True),
-    "gated-splits": Shape(12, 1664, 64, bias=True, activation="silu"),
+    "gated-splits": Shape(12, 4608, 32, bias=True, activation="silu"),
+    "gated-tiles-of-three": Shape(2, 272, 176, FP8, activation="silu"),
     "gated-seventeen-tokens": Shape(17, 256, 144, activation="silu"),
     "gated-many-tokens": Shape(80, 256, 144, FP8, bias=True, activation="silu"),
     "gated-many-tokens-block": Shape(140, 400, 384, BLOCK, bias=True, activation="silu"),

@@ -70,55 +70,66 @@ __device__ __forceinline__ int wide_place(int row, int piece) { return row * 2 *
 
 // Codes of all tokens [num_tokens][⌈in_features / kStep⌉ steps][kStep], the pieces of a step where place puts them, and their
 // scales [num_tokens], or [num_tokens][steps] in groups. fixed: the scale of all, or null.
-template <typename F, bool kGroups, int kThreads, int kTokens, typename T>
+template <typename F, bool kGroups, int kThreads, typename T>
 __device__ __forceinline__ void quantize_tokens(const T* x, index_t x_stride, const float* fixed, int num_tokens,
                                                 int in_features, unsigned char* codes, float* scales) {
-  __shared__ unsigned largest[kTokens][kThreads / 32];
+  constexpr int kKept = 7;  // pieces of eight numbers that a thread loads at once: 14336 of eight warps
+  __shared__ unsigned largest[2][kThreads / 32];
   const int num_steps = (in_features + kStep - 1) / kStep, num_eights = num_steps * (kStep / 8);
-  const auto load = [&](int token, int eight, float(&to)[8]) {
-    const bool valid = 8 * eight < in_features;
-    unpack(valid ? load16(x + token * x_stride + 8 * eight) : make_uint4(0, 0, 0, 0), to, T{});
-  };
-  const auto magnitude_of = [&](const float(&numbers)[8]) {
-    unsigned found = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) found = max(found, magnitude(numbers[i]));
-    return found;
-  };
-  if (!kGroups && fixed == nullptr) {
-    for (int token = 0; token < num_tokens; ++token) {
-      unsigned found = 0;
-      for (int eight = threadIdx.x; eight < num_eights; eight += kThreads) {
-        float numbers[8];
-        load(token, eight, numbers);
-        found = max(found, magnitude_of(numbers));
-      }
-      found = warp_max(found);
-      if (threadIdx.x % 32 == 0) largest[token][threadIdx.x / 32] = found;
-    }
-    __syncthreads();
-  }
+  const int num_rounds = (num_eights + kKept * kThreads - 1) / (kKept * kThreads);
   for (int token = 0; token < num_tokens; ++token) {
+    uint4 kept[kKept];
+    unsigned of_token = 0;  // the largest magnitude
+    const auto load = [&](int round) {
+#pragma unroll
+      for (int i = 0; i < kKept; ++i) {
+        const int eight = (round * kKept + i) * kThreads + threadIdx.x;
+        kept[i] = 8 * eight < in_features ? load16(x + token * x_stride + 8 * eight) : make_uint4(0, 0, 0, 0);
+      }
+    };
+    const auto largest_of = [&](int i, float(&numbers)[8]) {
+      unpack(kept[i], numbers, T{});
+      unsigned found = 0;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) found = max(found, magnitude(numbers[j]));
+      return found;
+    };
+    for (int round = kGroups ? num_rounds - 1 : 0; round < num_rounds; ++round) {
+      load(round);
+      if (kGroups) break;
+#pragma unroll
+      for (int i = 0; i < kKept; ++i) {
+        float numbers[8];
+        of_token = max(of_token, largest_of(i, numbers));
+      }
+    }
     float scale = fixed == nullptr ? 0.0f : *fixed;
     if (!kGroups && fixed == nullptr) {
-      unsigned found = 0;
+      of_token = warp_max(of_token);
+      if (threadIdx.x % 32 == 0) largest[token % 2][threadIdx.x / 32] = of_token;
+      __syncthreads();
 #pragma unroll
-      for (int warp = 0; warp < kThreads / 32; ++warp) found = max(found, largest[token][warp]);
-      scale = scale_of<F>(found);
+      for (int warp = 0; warp < kThreads / 32; ++warp) of_token = max(of_token, largest[token % 2][warp]);
+      scale = scale_of<F>(of_token);
     }
     if (!kGroups && threadIdx.x == 0) scales[token] = scale;
-    for (int first = 0; first < num_eights; first += kThreads) {  // all lanes as often as each other
-      const int eight = first + static_cast<int>(threadIdx.x), step = eight / 16;
-      float numbers[8];
-      load(token, eight, numbers);
-      if constexpr (kGroups) {
-        scale = scale_of<F>(warp_max<16>(magnitude_of(numbers)));
-        if (eight % 16 == 0 && eight < num_eights) scales[token * num_steps + step] = scale;
+    for (int round = num_rounds - 1; round >= 0; --round) {  // the last one is still here
+      if (round < num_rounds - 1) load(round);
+#pragma unroll
+      for (int i = 0; i < kKept; ++i) {
+        const int eight = (round * kKept + i) * kThreads + threadIdx.x, step = eight / 16;
+        if ((round * kKept + i) * kThreads >= num_eights) break;  // for all lanes
+        float numbers[8];
+        const unsigned found = largest_of(i, numbers);
+        if constexpr (kGroups) {
+          scale = scale_of<F>(warp_max<16>(found));
+          if (eight % 16 == 0 && eight < num_eights) scales[token * num_steps + step] = scale;
+        }
+        if (eight >= num_eights) continue;
+        *reinterpret_cast<uint2*>(codes + (token * (num_steps - 1) + step) * kStep + place(token, eight % 16 / 2) +
+                                  eight % 2 * 8) =
+            make_uint2(code4(numbers, scale, F{}), code4(numbers + 4, scale, F{}));
       }
-      if (eight >= num_eights) continue;
-      *reinterpret_cast<uint2*>(codes + (token * (num_steps - 1) + step) * kStep + place(token, eight % 16 / 2) +
-                                eight % 2 * 8) =
-          make_uint2(code4(numbers, scale, F{}), code4(numbers + 4, scale, F{}));
     }
   }
   __syncthreads();
@@ -126,7 +137,7 @@ __device__ __forceinline__ void quantize_tokens(const T* x, index_t x_stride, co
 
 template <typename F, typename X, typename T, typename Y, Activation kActivation, bool kBlocks, int kRowTiles,
           int kTokenTiles, int kWarps, int kStages>
-__global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16 / kWarps : 1)
+__global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 2 ? 16 / kWarps : 1)
     linear_w8(const X* x, const float* x_scale, const typename Coded<F>::Bits* __restrict__ weight,
               const float* __restrict__ w_scale, const T* __restrict__ bias, Y* y, typename Coded<F>::Sum* partials,
               unsigned* counters, int num_tokens, int out_features, int in_features, int w_scale_step, bool split, int share,
@@ -138,9 +149,9 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
   constexpr bool kOwn = sizeof(X) == 2 && !kDecoded;  // x is quantized here
   constexpr int kXBytes = kStep * (kDecoded ? 2 : 1), kXPieces = kXBytes / 16;  // of a token in a step
   constexpr int kOuts = kGated ? kRows / 2 : kRows;
-  static_assert(kThreads % kOuts == 0, "a thread finishes one column of a tile");
+  constexpr int kFinished = kThreads / kOuts;  // tokens at once: a thread finishes one column of a tile
   constexpr int kPitch = kRows + 4;
-  static_assert(kGroup % kOuts == 0, "a tile lies within a block");
+  static_assert(!kBlocks || kGroup % kOuts == 0, "a tile lies within a block");
   constexpr int kRowScales = kGated ? 2 : 1;  // of blocks: of all rows of a tile, or of its gates and of the others
   dependency_launch();  // what comes after may fetch its own weights; it waits for y by itself
 
@@ -153,8 +164,7 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
   const int first_tile = split ? begin / num_steps : blockIdx.x * share + min(static_cast<int>(blockIdx.x), rest);
 
   const int copied_tokens = kOwn ? 0 : num_tokens;
-  const int scale_bytes = kBlocks ? (kRowScales + copied_tokens + 3) / 4 * 16 : 0;
-  const int scales_at = kRows * kStep + copied_tokens * kXBytes, stage_bytes = scales_at + scale_bytes;
+  const int stage_bytes = kRows * kStep + copied_tokens * kXBytes;
   unsigned char* const stages = dynamic_shared<unsigned char>() + warp * kStages * stage_bytes;
   Sum* const parts = reinterpret_cast<Sum*>(dynamic_shared<unsigned char>() + kWarps * kStages * stage_bytes);
   unsigned* const before = reinterpret_cast<unsigned*>(parts + 2 * kWarps * kTokens * kPitch);
@@ -181,11 +191,6 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
       const int offset = more + (kGated && i % 16 >= 8 ? size : 0);
       cp_async(to + place(i + row, piece), valid ? from + static_cast<index_t>(offset) * in_features : weight, valid);
     }
-    if constexpr (kBlocks)
-      if (lane < kRowScales) {
-        const int block = (tile_at * kOuts + lane * size) / kGroup;
-        cp_async<4>(to + scales_at + 4 * lane, w_scale + block * num_steps + step_at);
-      }
   };
   const auto copy_x = [&](int at, int step, int stage) {
     if (kOwn || at >= end) return;
@@ -196,9 +201,6 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
       unsigned char* const room = to + (kDecoded ? wide_place(token, piece) : place(token, piece));
       cp_async(room, x + (valid ? token * x_stride + k : 0), valid);
     }
-    if constexpr (kBlocks && !kDecoded)
-      for (int token = lane; token < num_tokens; token += 32)
-        cp_async<4>(to + num_tokens * kXBytes + 4 * (kRowScales + token), x_scale + token * num_steps + step);
   };
 
   // The weights are there whatever the kernel before does; x is not.
@@ -212,9 +214,8 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
   while (step >= num_steps) step -= num_steps;
   dependency_wait();
   if constexpr (kOwn) {
-    quantize_tokens<F, kBlocks, kThreads, kTokens>(x, x_stride, x_scale, num_tokens, in_features, whole, x_scales);
+    quantize_tokens<F, kBlocks, kThreads>(x, x_stride, x_scale, num_tokens, in_features, whole, x_scales);
   } else {
-    if (!kBlocks && !kDecoded && threadIdx.x < num_tokens) x_scales[threadIdx.x] = x_scale[threadIdx.x];
     int step_of_x = step;
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) {
@@ -222,6 +223,11 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
       cp_async_commit();
       step_of_x += kWarps;
       while (step_of_x >= num_steps) step_of_x -= num_steps;
+    }
+    if constexpr (!kDecoded) {
+      const int num_scales = kBlocks ? num_tokens * num_steps : num_tokens;
+      for (int i = threadIdx.x; i < num_scales; i += kThreads) x_scales[i] = x_scale[i];
+      __syncthreads();
     }
   }
 
@@ -231,6 +237,7 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
     // Row i of the tile in the weight: with a gate 8 of them, then the 8 that they are multiplied by. This thread will
     // finish one column of y.
     const int out = threadIdx.x % kOuts, column = tile * kOuts + out;
+    const int first_token = threadIdx.x / kOuts < kFinished ? threadIdx.x / kOuts : num_tokens;
     const int in_tile = kGated ? out / 8 * 16 + out % 8 : out;
     float row_scales[2] = {1.0f, 1.0f}, biases[2] = {};
 #pragma unroll
@@ -239,6 +246,10 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
         if constexpr (!kBlocks) row_scales[i] = w_scale[(column + i * size) * w_scale_step];
         if (bias != nullptr) biases[i] = to_float(bias[column + i * size]);
       }
+
+    // Lane i has the scales of the blocks that this warp's i-th step meets, or of those 32 steps later, and so on.
+    float block_scales[kRowScales];
+    int lane_step = 0;
 
     const int tile_end = min(end, first + num_steps);
     for (; at < tile_end; at += kWarps) {
@@ -250,8 +261,21 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
       cp_async_commit();
       advance();
       const unsigned char* const from = stages + stage * stage_bytes;
-      const float* const scales = reinterpret_cast<const float*>(from + scales_at);  // of blocks
       stage = stage + 1 == kStages ? 0 : stage + 1;
+
+      float of_rows[kRowScales];  // of blocks
+      if constexpr (kBlocks) {
+        if (lane_step % 32 == 0)
+#pragma unroll
+          for (int rows = 0; rows < kRowScales; ++rows) {
+            const int block = (tile * kOuts + rows * size) / kGroup, of = step + lane * kWarps;
+            block_scales[rows] = of < num_steps ? w_scale[block * num_steps + of] : 0.0f;
+          }
+#pragma unroll
+        for (int rows = 0; rows < kRowScales; ++rows)
+          of_rows[rows] = __shfl_sync(kAllLanes, block_scales[rows], lane_step % 32);
+        ++lane_step;
+      }
 
       uint4 b[kTokenTiles][kXPieces / 4];  // tokens that are not there are read as the last one
       float scale_of[kTokenTiles][kRowScales][2];  // of blocks: that of two tokens times that of rows
@@ -266,9 +290,9 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int of = min(8 * t + 2 * pair + i, num_tokens - 1);
-            const float one = kDecoded ? 1.0f : kOwn ? x_scales[of * num_steps + step] : scales[kRowScales + of];
+            const float one = kDecoded ? 1.0f : x_scales[of * num_steps + step];
 #pragma unroll
-            for (int rows = 0; rows < kRowScales; ++rows) scale_of[t][rows][i] = one * scales[rows];
+            for (int rows = 0; rows < kRowScales; ++rows) scale_of[t][rows][i] = one * of_rows[rows];
           }
       }
 #pragma unroll
@@ -361,7 +385,7 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
       first_block = block_of(first), others = block_of(first + num_steps - 1) - first_block;
     }
     if (others == 0) {
-      for (int token = threadIdx.x / kOuts; token < num_tokens; token += kThreads / kOuts)
+      for (int token = first_token; token < num_tokens; token += kFinished)
         finish(token, [&](int row) { return sum_of_warps(token, row); });
       continue;
     }
@@ -377,7 +401,7 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 4 ? 16
     __syncthreads();
     if (static_cast<int>(*before) == others) {
       __threadfence();
-      for (int token = threadIdx.x / kOuts; token < num_tokens; token += kThreads / kOuts)
+      for (int token = first_token; token < num_tokens; token += kFinished)
         finish(token, [&](int row) {
           Sum sum = 0;
           for (int other = 0; other <= others; ++other)

@@ -24,7 +24,9 @@ Array = Any
 
 FORMATS = (INT8, FP8)  # of LinearWeight
 STEP = TILE  # columns of a step of linear_w8
-WHOLE = 0.9  # how much of all blocks' time must be used if none shares a tile
+IDLE_BYTES = (
+    100 << 10
+)  # of the weight that an SM may have more than others: to share a tile takes as long as to read them
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +43,27 @@ class Few:
     def rows(self) -> int:
         return 16 * self.row_tiles
 
+    def most_rows(self, num_rows: int, device: Device) -> int:
+        """Of a weight, that one SM has, if no block shares a tile."""
+        blocks = self.blocks_per_sm * device.num_sms
+        return ceil_div(ceil_div(num_rows, self.rows), blocks) * self.blocks_per_sm * self.rows
+
     def room(self, device: Device) -> int:
         """Bytes of shared memory that each block can have. An SM has 1 KiB more than a block, and each takes 1 KiB."""
         return (device.max_shared_bytes + 1024) // self.blocks_per_sm - 1024
 
-    def shared_bytes(self, num_tokens: int, num_steps: int, row_scales: int, whole: bool, itemsize: int = 1) -> int:
-        """row_scales: of blocks, in a stage; whole: all of x is in it, else with numbers of itemsize bytes."""
-        copied = 0 if whole else num_tokens
-        scales = ceil_div(row_scales + copied, 4) * 16 if row_scales else 0
-        stage = (self.rows + copied * itemsize) * STEP + scales
+    def shared_bytes(self, num_tokens: int, num_steps: int, blocks: bool, whole: bool, itemsize: int = 1) -> int:
+        """blocks: scales are of blocks; whole: all of x is there, else it comes with numbers of itemsize bytes."""
+        stage = (self.rows + (0 if whole else num_tokens * itemsize)) * STEP
         parts = 2 * self.warps * 8 * self.token_tiles * (self.rows + 4) * 4 + 16
         x = num_tokens * num_steps * STEP if whole else 0
-        return self.warps * self.stages * stage + parts + x + 4 * num_tokens * (num_steps if row_scales else 1)
+        return self.warps * self.stages * stage + parts + x + 4 * num_tokens * (num_steps if blocks else 1)
 
 
-CHOICES = (  # (most tokens, sizes)
-    (8, Few(2, 1, 8, 4, 1)),
-    (16, Few(2, 2, 8, 3, 1)),
-    (32, Few(2, 4, 8, 2, 1)),
+CHOICES = (  # (most tokens, sizes), as measured on an H200
+    (8, (Few(2, 1, 8, 4, 1), Few(3, 1, 8, 3, 1))),
+    (16, (Few(2, 2, 8, 3, 1),)),
+    (32, (Few(2, 4, 8, 2, 1),)),
 )
 MIN_STAGES = 2
 FLOAT32 = np.dtype(np.float32)
@@ -145,13 +150,13 @@ def launch_few(
     to."""
     stored, scale = weight.tensors["weight"], weight.tensors["scale"]
     num_tokens, in_features, num_steps = x.shape[0], weight.in_features, ceil_div(weight.in_features, STEP)
-    decoded, gated, blocks = not _has_cores(weight, device), activation != "kNone", scale.ndim == 2
+    decoded, blocks = not _has_cores(weight, device), scale.ndim == 2
     whole = x.itemsize == 2 and not decoded
-    shape = (num_tokens, num_steps, gated, blocks, whole, x.itemsize)
-    few = _choose(shape, device)
-    tiles = ceil_div(y.shape[1], few.rows // (1 + gated))
-    room = few.blocks_per_sm * device.num_sms
-    split = tiles / (ceil_div(tiles, room) * room) < WHOLE
+    shape = (num_tokens, num_steps, blocks, whole, x.itemsize)
+    few = _choose(shape, weight.out_features, device)
+    tiles, room = ceil_div(weight.out_features, few.rows), few.blocks_per_sm * device.num_sms
+    idle = few.most_rows(weight.out_features, device) - weight.out_features / device.num_sms
+    split = idle * in_features > IDLE_BYTES
     units = tiles * num_steps if split else tiles
     num_blocks = min(room, units)
     sums = np.int32 if weight.format == INT8 else np.float32
@@ -168,22 +173,21 @@ def launch_few(
             *(x, x_scale, stored, scale, weight.bias, y, partials, device.counters),
             *(*map(np.int32, sizes), np.bool_(split), *map(np.int32, divmod(units, num_blocks)), stride(x)),
         ],
-        shared_bytes=_bytes(few, shape),
+        shared_bytes=few.shared_bytes(*shape),
     )
 
 
-Shape = tuple[int, int, bool, bool, bool, int]  # tokens, steps, gated, blocks, whole, bytes of a number of x
+Shape = tuple[int, int, bool, bool, int]  # arguments of Few.shared_bytes
 
 
-def _bytes(few: Few, shape: Shape) -> int:
-    num_tokens, num_steps, gated, blocks, whole, itemsize = shape
-    return few.shared_bytes(num_tokens, num_steps, (1 + gated) * blocks, whole, itemsize)
-
-
-def _choose(shape: Shape, device: Device) -> Few:
-    """The line of CHOICES that holds, with fewer blocks, stages or warps if an SM has too little shared memory."""
-    few = next(sizes for most, sizes in CHOICES if shape[0] <= most)
-    while _bytes(few, shape) > few.room(device):
+def _choose(shape: Shape, num_rows: int, device: Device) -> Few:
+    """Of the sizes in the line of CHOICES that holds those that give an SM the fewest rows at most; with fewer blocks,
+    stages or warps if it has too little shared memory."""
+    num_tokens, _, blocks, _, _ = shape
+    found = next(sizes for most, sizes in CHOICES if num_tokens <= most)
+    fitting = (few for few in found if not blocks or TILE % few.rows == 0)
+    few = min(fitting, key=lambda few: few.most_rows(num_rows, device))
+    while few.shared_bytes(*shape) > few.room(device):
         if few.blocks_per_sm > 1:
             few = replace(few, blocks_per_sm=few.blocks_per_sm - 1)
         elif few.stages > MIN_STAGES:

@@ -11,7 +11,8 @@
 // template   T bf16 or fp16; Code signed char or e4m3, of both sides; kActivation f, or kNone without a gate; kZeros whether
 //            there are zeros; kGroups of a step of 128 columns: 4, 2 or 1; kSubtiles 1 or 2; kStages of x in shared memory
 // sums       a group's, or those of 128 of its columns, are exact integers, or those of a tensor core; scaled and added in
-//            float32 in the order of columns; one rounding at the end, and with a gate one of each z before it
+//            float32 in the order of columns; one rounding at the end, and with a gate one of each z before it; quotients in
+//            f to 2 ulp
 // launcher   grid at most the number of SMs, even; block 384; shared memory kStages · kSubtiles · 16 KiB + 34 KiB;
 //            group_shift: groups are 128 / kGroups · 2^group_shift long
 #include "activation.cuh"
@@ -218,7 +219,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(3 * kThreads,
             float out[2];
 #pragma unroll
             for (int c = 0; c < 2; ++c)
-              out[c] = activation<kActivation>(to_float(from_float<T>(z[j][c]))) * to_float(from_float<T>(z[j][2 + c]));
+              out[c] = activation<kActivation, true>(to_float(from_float<T>(z[j][c]))) * to_float(from_float<T>(z[j][2 + c]));
             values[j] = pack2(out[0], out[1], T{});
           }
           token = 8 * i + lane, unit = warp;

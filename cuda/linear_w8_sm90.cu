@@ -13,7 +13,7 @@
 // template   T bf16 or fp16; Code signed char or e4m3; kScales; kActivation f, or kNone without a gate; kSubtiles 1 or 2;
 //            kStages of 128 columns in shared memory
 // sums       integers are exact. e4m3: a tensor core's of 128 columns, which are scaled (kBlocks) and added in float32, in the
-//            order of columns. One rounding at the end, and with a gate one of each z before it
+//            order of columns. One rounding at the end, and with a gate one of each z before it; quotients in f to 2 ulp
 // launcher   grid at most the number of SMs, even; block 384; shared memory kStages · (kSubtiles + 1) · 16 KiB + 34 KiB
 #include "activation.cuh"
 #include "coding.cuh"
@@ -223,7 +223,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(3 * kThreads,
             float out[2];
 #pragma unroll
             for (int c = 0; c < 2; ++c)
-              out[c] = activation<kActivation>(to_float(from_float<T>(z[0][2 * i + c]))) *
+              out[c] = activation<kActivation, true>(to_float(from_float<T>(z[0][2 * i + c]))) *
                        to_float(from_float<T>(z[1][2 * i + c]));
             values[i] = pack2(out[0], out[1], T{});
           }

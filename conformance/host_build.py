@@ -87,9 +87,10 @@ def build(source: Path, kernels: Sequence[str], sanitizer: str = "", defines: Se
     path = _folder() / f"{source.stem}-{key}{'' if sanitizer else '.so'}"
     if path.exists():
         path.touch()
-    else:
-        _remove_old_builds()
-        _compile_and_link(text, tree, [*own, *options, CHECKS, "-fsanitize-recover=all", *watch], parts, watch, path)
+        with contextlib.suppress(BuildError):  # cut short, as by a disk that was full: it is built again
+            return Binary(path, source, tuple(kernels), sanitizer, _shared_variables(path))
+    _remove_old_builds()
+    _compile_and_link(text, tree, [*own, *options, CHECKS, "-fsanitize-recover=all", *watch], parts, watch, path)
     return Binary(path, source, tuple(kernels), sanitizer, _shared_variables(path))
 
 

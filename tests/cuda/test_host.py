@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +177,33 @@ def test_the_two_halves_of_ptx_have_the_same_functions() -> None:
         )
     ]
     assert names[0] - {"shared_address"} == names[1]
+
+
+def test_a_library_cut_short_is_built_again(tmp_path: Path) -> None:
+    (tmp_path / "scale.cu").write_text(SOURCE + f"// {tmp_path}\n")  # nobody else has loaded it
+    first = build(tmp_path / "scale.cu", ["scale"])
+    whole = first.path.stat().st_size
+    os.truncate(first.path, 3000)
+    assert build(tmp_path / "scale.cu", ["scale"]) == first
+    assert first.path.stat().st_size == whole
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "glint").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "scale.cu").write_text(SOURCE)
+    with pytest.raises(
+        BuildError, match=r"cannot be kept in .*glint/host: Not a directory; make room, or set XDG_CACHE"
+    ):
+        build(tmp_path / "scale.cu", ["scale"])
+
+
+def test_threads_that_build_the_same(tmp_path: Path) -> None:
+    """Each has a file of its own until it is whole; the shim's parts are wanted by all builds that begin together."""
+    made, kept = tmp_path / "made.o", tmp_path / "cache" / "kept.o"
+    made.write_bytes(b"x" * 1_000_000)
+    with ThreadPoolExecutor(8) as team:
+        for keeping in [team.submit(host_build._keep, made, kept) for _ in range(64)]:
+            keeping.result()
+    assert kept.read_bytes() == made.read_bytes()
+    assert list(kept.parent.iterdir()) == [kept]

@@ -68,7 +68,7 @@ SHAPES = {
     "splits-one-token-fp8": Shape(1, 4608, 24, FP8),
     "splits-block": Shape(12, 4688, 32, BLOCK),
     "splits-thirty-tokens": Shape(30, 4608, 32),
-    "many-tokens": Shape(100, 384, 136, bias=True),
+    "odd-many-tokens": Shape(100, 400, 136, bias=True),
     "many-tokens-fp8": Shape(70, 256, 136, FP8),
     "many-tokens-block": Shape(130, 400, 192, BLOCK),
     "many-tokens-tensor": Shape(257, 272, 72, TENSOR, bias=True, fixed=True),

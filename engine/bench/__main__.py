@@ -45,6 +45,9 @@ def _add_offline(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--quant", choices=shapes.QUANTS, default="", help="with --model-shape: quantized weights")
     parser.add_argument(
+        "--w4a8", choices=("off", "int8", "fp8"), default="off", help="with --quant of 4 bits: as engine.serve's"
+    )
+    parser.add_argument(
         "--arch", choices=CUDA_ARCHES, default="auto", help="with --model-shape: the kernels of an older kind of GPU"
     )
     parser.add_argument(
@@ -98,7 +101,12 @@ def _run_offline(arguments: argparse.Namespace) -> int | None:
 def _run_shape(arguments: argparse.Namespace) -> int:
     """1 where a figure is behind the peer."""
     about, figures = shapes.measure(
-        arguments.model_shape, arguments.arch, arguments.cold_start, arguments.only, arguments.quant
+        arguments.model_shape,
+        arguments.arch,
+        arguments.cold_start,
+        arguments.only,
+        arguments.quant,
+        arguments.w4a8,
     )
     if arguments.json != "-":
         print(shapes.table(about, figures))

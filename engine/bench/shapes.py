@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -94,6 +94,11 @@ QUANTS: dict[str, dict[str, Any]] = {  # quantization_config
         "modules_to_not_convert": ["lm_head"],
     },
 }
+W4A8: dict[str, tuple[float | None, float, float | None]] = {  # the limit at 1250 TFLOP/s
+    "prefill 512": (58.0, 80.0, 107.0),
+    "prefill 2048": (235.0, 320.0, 423.0),
+    "prefill 8192": (994.0, 1400.0, 1894.0),
+}
 # (limit, first goal, peer) of each figure on one H200; prefill and decode in ms, throughput in tokens/s, start in s
 H200: dict[str, dict[str, tuple[float | None, float, float | None]]] = {
     "llama-3.1-8b": {
@@ -119,6 +124,7 @@ H200: dict[str, dict[str, tuple[float | None, float, float | None]]] = {
         "decode 1": (8.9, 13.0, 20.1),
         "decode 16": (10.1, 14.5, 21.6),
     },
+    **{f"qwen2-72b gptq-int4 w4a8={kind}": W4A8 for kind in ("fp8", "int8")},
 }
 MORE_IS_BETTER = ("throughput",)
 CONTEXT, DECODED = 1024, 128
@@ -161,7 +167,12 @@ class Figure:
 
 
 def measure(
-    shape: str, arch: CudaArch = "auto", cold: bool = False, only: Sequence[str] = (), quant: str = ""
+    shape: str,
+    arch: CudaArch = "auto",
+    cold: bool = False,
+    only: Sequence[str] = (),
+    quant: str = "",
+    w4a8: Literal["off", "int8", "fp8"] = "off",
 ) -> tuple[dict[str, str], list[Figure]]:
     """(machine and settings, figures) of a model of these shapes.
 
@@ -171,11 +182,12 @@ def measure(
         cold: measure a cold start too; the start after it then finds what that one has compiled, and nothing else.
         only: which figures to measure, by name or the first word of it; none = those that have a goal, or all.
         quant: a key of QUANTS; "" = not quantized.
+        w4a8: EngineConfig.w4a8.
     Raises:
         ConfigError: no GPU here, or one that this model does not fit.
     """
     values: list[tuple[str, float]] = []
-    name_of_all = f"{shape} {quant}".strip()
+    name_of_all = f"{shape} {quant} {'' if w4a8 == 'off' else f'w4a8={w4a8}'}".strip()
     goals = H200.get(name_of_all, {})
     with tempfile.TemporaryDirectory() as folder:
         if cold:
@@ -187,6 +199,7 @@ def measure(
             model=folder,
             device="cuda",
             cuda_arch=arch,
+            w4a8=w4a8,
             load_format="dummy",
             max_model_len=16384,
             enable_prefix_caching=False,

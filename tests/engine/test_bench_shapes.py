@@ -57,9 +57,10 @@ def test_the_shapes_are_configs_that_are_served(tmp_path: Path) -> None:
         config = load_model_config(resolve(str(tmp_path)))
         assert config.n_layers == values["num_hidden_layers"], name
     for key in shapes.H200:
-        shape, _, quant = key.partition(" ")
+        shape, *quant = key.split(" ")
         assert shape in shapes.SHAPES
-        assert not quant or quant in shapes.QUANTS
+        assert not quant or quant[0] in shapes.QUANTS
+        assert quant[1:] in ([], ["w4a8=int8"], ["w4a8=fp8"])
 
 
 def test_a_figure_is_measured_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

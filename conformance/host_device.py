@@ -95,7 +95,7 @@ class HostDevice:
 
     def matmul(self, x: Array, weight: Array, out: Array) -> None:
         """Sums in float32, rounded once; of int8 exact."""
-        kind = np.float64 if out.dtype == np.int32 else np.float32
+        kind: Any = np.float64 if out.dtype == np.int32 else np.float32
         out[...] = (x.astype(kind) @ weight.astype(kind).T).astype(out.dtype)
 
     def _library(self, instances: Sequence[Instance]) -> Library:

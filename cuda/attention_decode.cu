@@ -194,7 +194,8 @@ struct CodedSums {
         float sum = total[tile][i];
 #pragma unroll
         for (int lanes = 4; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(kAllLanes, sum, lanes);
-        if (group == 0) tops[head] = largest[tile][i], totals[head] = sum;
+        const bool spoiled = sum != sum;  // as its sums are; what follows takes a total of NaN for none
+        if (group == 0) tops[head] = spoiled ? 0.0f : largest[tile][i], totals[head] = spoiled ? 1.0f : sum;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
           *reinterpret_cast<float2*>(all + head * kHeadDim + 16 * step + 2 * group) =

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.quantize.methods import BITS, METHODS, Settings
+from engine.quantize.methods import BITS, METHODS, SHARES, Settings
 from ref.numerics import bf16_bits, round_to
 from ref.quant.awq import awq_pack
 from ref.quant.compressed_tensors import ct_pack
@@ -27,7 +27,7 @@ Array = NDArray[Any]
 Module = dict[str, Array]  # the tensors of a linear layer, by the last part of their names
 
 STORAGE = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # safetensors' word: ref's
-AT_ONCE = 1 << 22  # numbers of a weight that are rounded together, to bound what NumPy makes on the way
+AT_ONCE = 1 << 18  # numbers of a weight that are rounded together: what NumPy makes on the way stays in a cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ def _round_groups(settings: Settings, scales: str, weight: Array) -> GroupedInt:
     g_idx = group_index(weight.shape[1], settings.group_size)
 
     def round_rows(rows: Array) -> Module:
-        found = grouped_quantize(rows, BITS, settings.group_size, symmetric=settings.symmetric)
+        found = grouped_quantize(rows, BITS, settings.group_size, symmetric=settings.symmetric, shares=SHARES)
         _, scale = _stored_scale(found.scales, scales)
         rounded = grouped_round(rows, BITS, scale, found.zeros, g_idx)
         return {"q": rounded.q, "scales": rounded.scales, "zeros": rounded.zeros}

@@ -16,7 +16,7 @@ from engine.cpu.team import Team
 from engine.errors import ConfigError
 from engine.quantize.calibrate import Windows, build_layers, check_can_walk, walk
 from engine.quantize.encode import STORAGE, quantize_weight, to_stored
-from engine.quantize.methods import BITS, METHODS, Settings, choose_group_size
+from engine.quantize.methods import BITS, METHODS, SHARES, Settings, choose_group_size
 from engine.quantize.plan import Plan
 from engine.quantize.smooth import smooth_piece
 from engine.quantize.source_model import SourceModel
@@ -160,6 +160,7 @@ class _Job:
                 damp=settings.damp,
                 block=GPTQ_BLOCK,
                 storage=STORAGE[self._plan.scales],
+                shares=SHARES,
             )
             for first in range(0, len(weight), ROWS_AT_ONCE)
         ]

@@ -13,6 +13,7 @@ diagonal of H first, which is what g_idx records. Source: Frantar et al. 2022, "
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,13 +42,14 @@ def gptq_quantize(
     damp: float = 0.01,
     block: int = 128,
     storage: str | None = None,
+    shares: Sequence[float] = (1.0,),
 ) -> GroupedInt:
     """A weight in grouped integers whose output error on the calibration tokens is small.
 
     Args:
         weight: [out, in].
         hessian: [in, in], from gptq_hessian.
-        bits, group_size, symmetric: as in grouped_quantize.
+        bits, group_size, symmetric, shares: as in grouped_quantize.
         act_order: inputs in the order of falling diagonal of hessian.
         damp: this share of the mean diagonal is added to the diagonal, so that the inverse exists.
         block: inputs that are finished before their error reaches those beyond.
@@ -78,7 +80,7 @@ def gptq_quantize(
             if i % size == 0:  # what earlier blocks owe to this group is paid; within a block it may be owed still
                 ahead = w[:, i : i + size].copy()
                 ahead[:, max(end - i, 0) :] -= errors @ upper[begin:end, end : i + size]
-                found = grouped_quantize(ahead, bits, -1, symmetric=symmetric)
+                found = grouped_quantize(ahead, bits, -1, symmetric=symmetric, shares=shares)
                 scales[:, groups[i], None] = round_to(found.scales, storage)
                 zeros[:, groups[i], None] = found.zeros
             scale, zero = scales[:, groups[i]], zeros[:, groups[i]].astype(np.float64)

@@ -60,7 +60,9 @@ def group_index(in_features: int, group_size: int) -> NDArray[np.int64]:
     return np.arange(in_features) // size
 
 
-def grouped_quantize(weight: Array, bits: int, group_size: int, *, symmetric: bool) -> GroupedInt:
+def grouped_quantize(
+    weight: Array, bits: int, group_size: int, *, symmetric: bool, shares: Sequence[float] = (1.0,)
+) -> GroupedInt:
     """Round to nearest, group by group.
 
     symmetric: zero = 2^(bits − 1), scale = 2 · max |w| / (2^bits − 1). Otherwise the range is stretched to hold 0,
@@ -70,6 +72,8 @@ def grouped_quantize(weight: Array, bits: int, group_size: int, *, symmetric: bo
         weight: [out, in], finite.
         bits: 4 or 8.
         group_size: a divisor of in, or −1.
+        shares: of the scale above. Each group takes the one with the least squared error, the first of equals: a
+            smaller one cuts the largest weights off, and holds all the others better.
     Raises:
         ValueError: group_size does not divide in; bits are others.
 
@@ -87,7 +91,12 @@ def grouped_quantize(weight: Array, bits: int, group_size: int, *, symmetric: bo
         low, high = np.minimum(groups.min(-1), 0), np.maximum(groups.max(-1), 0)
         scales = (high - low) / top
         zeros = np.rint(-low / np.where(scales > 0, scales, 1))
-    return grouped_round(weight, bits, scales.astype(weight.dtype), zeros.astype(np.uint8), g_idx)
+    zeros, best, least = zeros.astype(np.uint8), np.ones(scales.shape), np.full(scales.shape, np.inf)
+    for share in shares:
+        tried = grouped_round(weight, bits, (scales * share).astype(weight.dtype), zeros, g_idx)
+        errors = np.square(grouped_dequantize(tried, weight.dtype) - weight).reshape(groups.shape).sum(-1)
+        best, least = np.where(errors < least, share, best), np.minimum(errors, least)
+    return grouped_round(weight, bits, (scales * best).astype(weight.dtype), zeros, g_idx)
 
 
 def grouped_round(weight: Array, bits: int, scales: Array, zeros: Array, g_idx: NDArray[np.int64]) -> GroupedInt:

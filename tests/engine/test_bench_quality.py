@@ -102,12 +102,12 @@ def test_the_command_fails_where_a_bound_is_passed(
     command = ["quality", "--model", str(model), "--against", str(folder), "--device", "cpu", "--steps", "0"]
     command += ["--tokens", "40", "--window", "20", "--json", str(tmp_path / "report.json")]
     monkeypatch.setattr("engine.bench.__main__.set_up_logging", lambda role, level: None)
-    monkeypatch.setitem(BOUNDS, 4, 1e9)
+    monkeypatch.setitem(BOUNDS, "int4", 1e9)
     assert main(command) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert [row["format"] for row in report["rows"]] == ["floating point", "int4 g32"]
     assert "PASSED ITS BOUND" not in capsys.readouterr().out
-    monkeypatch.setitem(BOUNDS, 4, 0.0)
+    monkeypatch.setitem(BOUNDS, "int4", 0.0)
     assert main(command) == 1
     assert "PASSED ITS BOUND" in capsys.readouterr().out
 

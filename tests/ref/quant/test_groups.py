@@ -87,3 +87,15 @@ def test_the_matmul_rounds_weights_to_the_storage_type() -> None:
     np.testing.assert_array_equal(grouped_linear(x, weight, bias), exact)
     half = relative_error(grouped_linear(x, weight, bias, storage="bfloat16"), exact)
     assert 1e-5 < half < 2**-8
+
+
+def test_the_best_share_of_the_scale_by_hand() -> None:
+    """7 and 1 are whole steps of 15/14. One 7.5 and 63 of 0.45: in steps of 1 the latter are all 0, and 63 · 0.45² + 0.25
+    is lost; in steps of 0.8 they are one step too large, and 63 · 0.35² + 1.9² is less."""
+    weight = np.zeros((2, 64))
+    weight[0, :2] = 7, 1
+    weight[1] = [7.5, *[0.45] * 63]
+    found = grouped_quantize(weight, 4, -1, symmetric=True, shares=(1.0, 15 / 14, 0.8))
+    np.testing.assert_allclose(found.scales, [[1], [0.8]])
+    errors = np.square(grouped_dequantize(found) - weight).sum(axis=1)
+    np.testing.assert_allclose(errors, [0, 63 * 0.35**2 + 1.9**2], atol=1e-12)

@@ -5,7 +5,8 @@ cuda/linear_w4.cu streams the weights for few tokens; engine/kernels/linear_w4_m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,23 +32,40 @@ class Few:
 
     row_tiles: int
     token_tiles: int
-    warps: int
-    stages: int
+    row_warps: int
+    step_warps: int
     blocks_per_sm: int
+    stages: int = 9  # as many of them as there is shared memory for
 
-    def shared_bytes(self, num_tokens: int) -> int:
-        """The stages of x of every warp, and the sums of 8 tokens of all warps."""
-        return self.warps * (self.stages * num_tokens * 2 * STEP + 8 * (16 * self.row_tiles + 4) * 4) + 16
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return 16 * self.row_tiles * self.row_warps
+
+    @property
+    def template(self) -> str:
+        sizes = (self.row_tiles, self.token_tiles, self.row_warps, self.step_warps, self.stages, self.blocks_per_sm)
+        return ", ".join(map(str, sizes))
+
+    def shared_bytes(self, num_tokens: int, groups: int, zeros: bool) -> int:
+        """The stages of weights, scales and x, and the sums of 8 tokens."""
+        scales = 8 * groups * self.row_tiles * (6 if zeros else 4)
+        weights = self.row_warps * (1024 * self.row_tiles + scales)
+        sums = self.step_warps * 8 * (self.rows + 4) * 4
+        return self.stages * self.step_warps * (weights + num_tokens * 2 * STEP) + sums + 16
 
 
-# (most tokens, sizes, and those for the 99 KiB that a block has on most cards): the first near the best of what was
-# timed on an H200 over shapes of 72B and 8B models, with the kernel in an earlier form; the second are not timed
+# (most tokens, sizes where blocks have whole tiles or None, where they share tiles, and the same for the 99 KiB that a
+# block has on most cards): the best of what was timed on an H200 over shapes of 72B and 8B models. Whole tiles spare
+# the sums of parts, but leave SMs without work where they do not come out even.
 CHOICES = (
-    (8, Few(4, 1, 8, 3, 2), Few(4, 1, 8, 2, 1)),
-    (16, Few(4, 2, 8, 2, 1), Few(4, 2, 8, 2, 1)),
-    (32, Few(2, 4, 8, 2, 1), Few(2, 4, 4, 2, 1)),
+    (2, Few(2, 1, 1, 8, 2), Few(4, 1, 2, 2, 4), Few(4, 1, 2, 2, 4)),
+    (8, Few(2, 1, 1, 8, 2), Few(4, 1, 1, 8, 1), Few(4, 1, 2, 2, 4)),
+    (16, None, Few(4, 2, 2, 4, 1), Few(2, 2, 2, 4, 1)),
+    (32, None, Few(2, 4, 2, 2, 2), Few(2, 4, 2, 2, 2)),
 )
-FEW_TOKENS = 64  # up to here 32 tokens at a time; reckoned, not timed
+BUSY = 0.7  # of a GPU that must have work for whole tiles
+FEW_TOKENS = 64  # up to here 32 tokens at a time
 
 
 def linear_w4(x: Array, weight: LinearWeight, *, device: Device, dtype: Any = None) -> Array:
@@ -100,31 +118,51 @@ def _run(kernel: str, x: Array, weight: LinearWeight, activation: str, y: Array,
 
 def _launch_few(kernel: str, x: Array, weight: LinearWeight, activation: str, y: Array, device: Device) -> None:
     tensors, num_tokens = weight.tensors, x.shape[0]
-    choices = next(sizes for most, *sizes in CHOICES if num_tokens <= most)
-    few = next((sizes for sizes in choices if _fits(sizes, num_tokens, device)), choices[-1])
     groups, shift = step_groups(weight, STEP)
-    types = f"{type_name(kernel, 'x', x)}, {type_name(kernel, 'y', y)}, {activation}, {_bool('zeros' in tensors)}"
-    entry = f"linear_w4<{types}, {groups}, {few.row_tiles}, {few.token_tiles}, {few.warps}, {few.stages}>"
+    zeros = "zeros" in tensors
     row_tiles, steps = tensors["weight"].shape[0], tensors["weight"].shape[1] // 2
-    num_blocks = min(few.blocks_per_sm * device.num_sms, row_tiles // few.row_tiles * steps)
-    partials = device.empty((num_blocks, 2, 8 * few.token_tiles, 16 * few.row_tiles), np.float32)
+    most, *choices = next(line for line in CHOICES if num_tokens <= line[0])
+    fitting = [few and _fitting(few, most, groups, zeros, device) for few in choices]
+    few, num_blocks = _choose(fitting, row_tiles, steps, device)
+    types = f"{type_name(kernel, 'x', x)}, {type_name(kernel, 'y', y)}, {activation}, {_bool(zeros)}"
+    partials = device.empty((num_blocks, 2, 8 * few.token_tiles, few.rows), np.float32)
     sizes = map(np.int32, (num_tokens, weight.out_features, weight.in_features, shift))
     device.launch(
-        Instance("linear_w4", entry),
+        Instance("linear_w4", f"linear_w4<{types}, {groups}, {few.template}>"),
         (num_blocks,),
-        (32 * few.warps,),
+        (32 * few.row_warps * few.step_warps,),
         [
             *(x, tensors["weight"], tensors["scales"], tensors.get("zeros"), weight.bias, y, partials, device.counters),
             *(*sizes, stride(x)),
         ],
-        shared_bytes=few.shared_bytes(num_tokens),
+        shared_bytes=few.shared_bytes(num_tokens, groups, zeros),
     )
 
 
-def _fits(few: Few, num_tokens: int, device: Device) -> bool:
-    """An SM has 1 KiB more than a block, and each block takes 1 KiB of it."""
-    room = (device.max_shared_bytes + 1024) // few.blocks_per_sm - 1024
-    return few.shared_bytes(num_tokens) <= room
+def _choose(fitting: Sequence[Few | None], row_tiles: int, steps: int, device: Device) -> tuple[Few, int]:
+    """Sizes, of which the first are for whole tiles, and the number of blocks."""
+    whole, *shared = fitting
+    if whole is not None:
+        num_tiles, most_blocks = ceil_div(16 * row_tiles, whole.rows), whole.blocks_per_sm * device.num_sms
+        of_block = ceil_div(num_tiles, most_blocks)
+        if num_tiles % of_block == 0 and num_tiles >= BUSY * of_block * most_blocks:
+            return whole, num_tiles // of_block
+    few = next(few for few in shared if few is not None)
+    return few, min(few.blocks_per_sm * device.num_sms, ceil_div(16 * row_tiles, few.rows) * steps)
+
+
+def _fitting(few: Few, num_tokens: int, groups: int, zeros: bool, device: Device) -> Few | None:
+    """With fewer stages, and where that is not enough with fewer blocks an SM, if there is too little shared memory.
+
+    An SM has 1 KiB more than a block can have, and each block takes 1 KiB of it. None: a block has too little.
+    """
+    for blocks in range(few.blocks_per_sm, 0, -1):
+        room = (device.max_shared_bytes + 1024) // blocks - 1024
+        for stages in range(few.stages, 1, -1):
+            found = replace(few, stages=stages, blocks_per_sm=blocks)
+            if found.shared_bytes(num_tokens, groups, zeros) <= room:
+                return found
+    return None
 
 
 def _check(kernel: str, x: Array, weight: LinearWeight, format: str) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
+import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -129,6 +131,7 @@ def _stop(worker: Any) -> None:
 def _serve(work: Work, done: int, connection: Connection) -> None:
     """Sends Where or a refusal, then a Result a case; "" asks for another worker."""
     os.setsid()
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         chosen = _cases_of(work)
         machine = _machine(work, chosen)
@@ -142,6 +145,13 @@ def _serve(work: Work, done: int, connection: Connection) -> None:
         if work.target == "gpu" and any(problem.startswith("raised ") for problem in result.problems):
             connection.send("")  # after an illegal address nothing runs in this process any more
             return
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process, and what it has started, when its parent has gone without a word; a loop would stay."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _cases_of(work: Work) -> list[Case]:

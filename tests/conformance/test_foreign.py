@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,10 @@ def says_goodbye(x, weight, eps):
 
 def ends_the_process(x, weight, eps):
     os._exit(0)
+
+def says_its_number(x, weight, eps):
+    print(os.getpid(), flush=True)
+    never_ends(x, weight, eps)
 
 def never_ends(x, weight, eps):
     while True:
@@ -200,3 +206,15 @@ def test_list_and_quick(capsys: pytest.CaptureFixture[str], folder: Path) -> Non
     assert (status, len(lines), "rmsnorm odd-float32" in lines) == (0, 24, True)
     _, few, _ = run(capsys, "rmsnorm", f"{folder / 'mine.cu'}:mine", "--list", "--quick")
     assert 0 < len(few) < len(lines)
+
+
+def test_nothing_stays_when_the_command_is_ended(folder: Path) -> None:
+    """By a signal that it cannot answer, as by timeout -s KILL: the worker that loops ends too."""
+    impl = f"{folder / 'functions.py'}:says_its_number"
+    command_line = [*(sys.executable, "-m", "conformance", "--op", "rmsnorm", "--impl", impl), "--target", "cpu"]
+    with subprocess.Popen([*command_line, "--case", "odd"], stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        assert int(running.stdout.readline()) != running.pid
+        running.kill()
+        left, _ = running.communicate(timeout=60)  # to its end, when the worker has closed it too
+        assert left == ""

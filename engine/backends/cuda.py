@@ -32,6 +32,7 @@ from engine.kernels.table import kernel_ops
 from engine.kv_cache import KVCache, make_kv_cache
 from engine.memory_plan import ALWAYS, LOADING, STEP, WEIGHTS, WORKSPACE, Buffer, MemoryPlan
 from engine.models.model import Model
+from engine.packed4 import PACKED, PACKED_GATED
 from engine.rope_table import RopeTable
 from engine.runner import PROMPT_LOGPROB_ROWS, ModelRunner
 from engine.system import cache_dir
@@ -114,6 +115,7 @@ class CudaBackend:
             graph_buffer(tried, limits, *sizes, geometry.n_layers, hidden_bytes),
             Buffer(WORKSPACE, tried, STEP, note="one piece, for the largest step as tried"),
             Buffer("staging of weights", NUM_STAGING * STAGING_BYTES, LOADING, "host", "in turn"),
+            *_words_as_stored(weights),
             *pools.buffers(),
         )
         del forward
@@ -186,6 +188,16 @@ class CudaBackend:
         table = rope or RopeTable(model.config.rope, model.config.rotary_dim, num_positions)
         width = -(-num_positions // cache.block_size)
         return GpuForward(model, comm, cache, table, self._gpu, self._recorder, limits, width)
+
+
+def _words_as_stored(weights: Weights) -> tuple[Buffer, ...]:
+    """The words of the largest packed layer, which are there twice while they are put in order."""
+    sizes = [
+        sum(int(tensor.nbytes) for tensor in weight.tensors.values())
+        for weight in weights.linears.values()
+        if weight.format in (PACKED, PACKED_GATED)
+    ]
+    return (Buffer("a layer as stored", max(sizes), LOADING, note="while it is put in order"),) if sizes else ()
 
 
 @contextmanager

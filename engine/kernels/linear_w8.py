@@ -24,9 +24,7 @@ Array = Any
 
 FORMATS = (INT8, FP8)  # of LinearWeight
 STEP = TILE  # columns of a step of linear_w8
-IDLE_BYTES = (
-    100 << 10
-)  # of the weight that an SM may have more than others: to share a tile takes as long as to read them
+IDLE_BYTES = 100 << 10  # of the weight that an SM may have more than others: to share a tile takes as long as they do
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +203,8 @@ def _check(kernel: str, x: Array, weight: LinearWeight) -> None:
     """Raises KernelError for arrays that do not fit each other."""
     out_features, in_features = weight.out_features, weight.in_features
     require(kernel, "x", x, (None, in_features))
+    if type_name(kernel, "x", x) == "float":
+        raise KernelError(f"{kernel}: x is float32; expected bfloat16 or float16")
     if in_features % COLUMNS:
         raise KernelError(f"{kernel}: rows of the weight are {in_features} numbers; expected a multiple of {COLUMNS}")
     stored, scale = (weight.tensors.get(name) for name in ("weight", "scale"))

@@ -127,7 +127,10 @@ def test_every_choice_fits_a_common_card(num_tokens: int, has_fp8: bool) -> None
 def test_choices_are_in_order() -> None:
     assert [most for most, _ in CHOICES] == sorted(most for most, _ in CHOICES)
     assert all(8 * few.token_tiles >= most for most, sizes in CHOICES for few in sizes)
-    assert Few(2, 1, 8, 4, 1).shared_bytes(1, 32, blocks=False, whole=False) == 8 * 4 * 33 * 128 + 2 * 8 * 8 * 36 * 4 + 16 + 4
+    assert (
+        Few(2, 1, 8, 4, 1).shared_bytes(1, 32, blocks=False, whole=False)
+        == 8 * 4 * 33 * 128 + 2 * 8 * 8 * 36 * 4 + 16 + 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,3 +154,8 @@ def test_rows_that_are_no_multiple_of_16_are_refused() -> None:
     weight = LinearWeight("int8", 8, 24, {"weight": np.zeros((8, 24), np.int8), "scale": np.ones(8, np.float32)})
     with pytest.raises(KernelError, match="linear_w8: rows of the weight are 24 numbers; expected a multiple of 16"):
         linear_w8(np.zeros((1, 24), BF16), weight, device=Notes())
+
+
+def test_float32_is_refused() -> None:
+    with pytest.raises(KernelError, match="linear_w8: x is float32; expected bfloat16 or float16"):
+        linear_w8(tokens(2).astype(np.float32), weight_of("int8"), device=Notes())

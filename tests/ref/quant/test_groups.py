@@ -90,8 +90,8 @@ def test_the_matmul_rounds_weights_to_the_storage_type() -> None:
 
 
 def test_the_best_share_of_the_scale_by_hand() -> None:
-    """7 and 1 are whole steps of 15/14. One 7.5 and 63 of 0.45: in steps of 1 the latter are all 0, and 63 · 0.45² + 0.25
-    is lost; in steps of 0.8 they are one step too large, and 63 · 0.35² + 1.9² is less."""
+    """7 and 1 are whole steps of 15/14. One 7.5 and 63 of 0.45: in steps of 1 the latter are all 0, and 63 · 0.45² +
+    0.25 is lost; in steps of 0.8 they are one step too large, and 63 · 0.35² + 1.9² is less."""
     weight = np.zeros((2, 64))
     weight[0, :2] = 7, 1
     weight[1] = [7.5, *[0.45] * 63]

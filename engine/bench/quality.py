@@ -39,8 +39,8 @@ BLOCK_SIZE = 16
 # Largest perplexity against that of the model before, by the type of weights, of a model as small as the starter model;
 # larger ones lose less. Rounding is noise of a share r of a weight: 0.7 % in int8 with a scale a row (3.3 standard
 # deviations in 127 steps), 2.6 % in e4m3 (half of the last of 3 bits), 9 to 11 % in int4 in groups of 64. KL grows with
-# its square, and the logarithm of the ratio like KL: 20 to 55 r² were found. Activations of 8 bits add as much again, in
-# int8 ten times as much, where a token's outliers take all the steps (README). About twice what was found passes.
+# its square, and the logarithm of the ratio like KL: 20 to 55 r² were found. Activations of 8 bits add half as much in
+# e4m3, and eight times as much in int8, where a token's outliers take all the steps. Twice what was found passes.
 BOUNDS = {"floating point": 1.01, "int8": 1.05, "fp8": 1.08, "int4": 1.6}
 
 

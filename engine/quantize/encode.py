@@ -184,9 +184,10 @@ def fp8_codes(x: Array) -> NDArray[np.uint8]:
 def _round_groups(settings: Settings, scales: str, weight: Array) -> GroupedInt:
     """Round to nearest."""
     g_idx = group_index(weight.shape[1], settings.group_size)
+    shares = SHARES if settings.symmetric else (1.0,)
 
     def round_rows(rows: Array) -> Module:
-        found = grouped_quantize(rows, BITS, settings.group_size, symmetric=settings.symmetric, shares=SHARES)
+        found = grouped_quantize(rows, BITS, settings.group_size, symmetric=settings.symmetric, shares=shares)
         _, scale = _stored_scale(found.scales, scales)
         rounded = grouped_round(rows, BITS, scale, found.zeros, g_idx)
         return {"q": rounded.q, "scales": rounded.scales, "zeros": rounded.zeros}

@@ -82,9 +82,13 @@ def test_weights_are_near_those_before(method: str, dtype: str, tmp_path: Path) 
             assert (error <= np.abs(weight) / 16 * 1.01 + largest / 448 * 2.0**-9).all()
         elif packing == "int8":  # half a step, and what a scale that bfloat16 rounds down by 2⁻⁹ cuts off 127 steps
             assert (error <= (0.5 + 127 * 2.0**-9 + 0.01) * np.abs(weight).max(axis=1, keepdims=True) / 127).all()
-        else:  # the scale that was looked for is better than the one with which the largest fits
-            plain = grouped_quantize(weight, 4, 32, symmetric=packing != "awq")
+        elif packing == "ct4":  # the scale that was looked for is better than the one with which the largest fits
+            plain = grouped_quantize(weight, 4, 32, symmetric=True)
             assert np.square(error).sum() < 0.95 * np.square(grouped_dequantize(plain) - weight).sum()
+        else:
+            parts = weight.reshape(len(weight), -1, 32)
+            step = (np.maximum(parts.max(-1), 0) - np.minimum(parts.min(-1), 0)) / 15
+            assert (error.reshape(parts.shape) <= 0.51 * step[..., None]).all()
 
 
 def test_what_is_not_linear_stays_byte_by_byte(tmp_path: Path) -> None:

@@ -51,6 +51,9 @@ SHAPES = {
     "forty-tokens": Shape(40, 256, 72, 128),
     "many-tokens": Shape(100, 384, 136, 128, zeros=True, bias=True),
     "many-tokens-32": Shape(70, 160, 64, 32, zeros=True),
+    "tiles-of-tokens": Shape(300, 1152, 520, 128, zeros=True, bias=True),
+    "wide-tiles": Shape(900, 192, 2320, 64, zeros=True, bias=True),  # enough of them for most SMs of a large GPU
+    "wide-tiles-32": Shape(900, 160, 2320, 32),
     "logits-one-token": Shape(1, 256, 200, 128, op="logits"),
     "logits-many-tokens": Shape(66, 256, 72, 64, zeros=True, op="logits"),
     "gated-no-tokens": Shape(0, 128, 64, 128, activation="silu"),
@@ -59,6 +62,8 @@ SHAPES = {
     "gated-splits": Shape(12, 1664, 64, 128, zeros=True, bias=True, activation="silu"),
     "gated-seventeen-tokens": Shape(17, 256, 144, 64, activation="silu"),
     "gated-many-tokens": Shape(80, 256, 144, 128, zeros=True, bias=True, activation="silu"),
+    "gated-tiles-of-tokens": Shape(520, 640, 592, 128, activation="silu"),
+    "gated-wide-tiles": Shape(1030, 256, 2080, 128, zeros=True, bias=True, activation="silu"),
 }
 
 

@@ -93,6 +93,14 @@ __device__ __forceinline__ void copy_box_to_cluster(void* to, const TensorMap& m
       : "memory");
 }
 
+// Bytes that lie together, a multiple of 16 from and to multiples of 16, to this block.
+__device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes, mbarrier* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+
 // cp_async of 16 bytes of long rows that are read once: L2 fetches the 256 bytes around them.
 __device__ __forceinline__ void cp_async_stream(void* shared, const void* global, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),

@@ -1,11 +1,12 @@
 """Many tokens with weights of 4 bits in groups. Defined by grouped_linear of ref/quant/groups.py.
 
-cuda/linear_w4_sm90.cu has the packed weight in wgmma on Hopper; elsewhere cuda/linear_w4_dequantize.cu writes the
-weight out once, and the vendor's library multiplies.
+cuda/linear_w4_sm90.cu, and linear_w4_narrow_sm90.cu where there are few tiles, have the packed weight in wgmma on
+Hopper; elsewhere cuda/linear_w4_dequantize.cu writes the weight out once, and the vendor's library multiplies.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,34 @@ from engine.weights import LinearWeight
 
 Array = Any
 
-LARGE_STEP = 64  # columns of a step of linear_w4_sm90
-LARGE_TOKENS = 128  # of a block's half of a tile of linear_w4_sm90
-LARGE_STAGES = 5
-LARGE_SHARED_BYTES = LARGE_STAGES * 32768 + 65536 + 2048
+
+@dataclass(frozen=True, slots=True)
+class Wgmma:
+    """A kernel with the packed weight in wgmma; the numbers are those of its file."""
+
+    stem: str
+    box_tokens: int  # that a block fetches
+    step: int  # columns
+    stages: int
+    stage_bytes: int  # of shared memory
+    group_bytes: int  # of each group of a step, in a stage
+    other_bytes: int
+
+    def shared_bytes(self, groups: int) -> int:
+        return self.stages * (self.stage_bytes + groups * self.group_bytes) + self.other_bytes
+
+
+WIDE = Wgmma("linear_w4_sm90", 128, 64, 5, 32768, 0, 67584)  # tiles of 256 tokens by 256 rows
+NARROW = Wgmma("linear_w4_narrow_sm90", 64, 128, 4, 40960, 384, 34048)  # of 128 tokens
+# (most tokens, most wide tiles for each pair of SMs, what is best up to there): as measured on an H200 at the shapes of
+# a 72B model with 64, 256, 512, 2048 and 8192 tokens. Decoding the weight for the vendor's library took 1.9, 1.6, 1.4,
+# 1.08 and 1.05 times as long.
+CHOICES: tuple[tuple[float, float, Wgmma], ...] = (
+    (128, float("inf"), NARROW),
+    (float("inf"), 0.5, NARROW),
+    (float("inf"), float("inf"), WIDE),
+)
+TILE_TOKENS, TILE_ROWS = 256, 256
 WHOLE = 30  # by so many bits a group index is shifted where there is one group
 
 
@@ -67,25 +92,30 @@ def linear_w4_dequantize(weight: LinearWeight, dtype: Any, *, device: Device) ->
     return y
 
 
+def choose(num_tokens: int, out_features: int, device: Device) -> Wgmma:
+    """The first line of CHOICES that fits."""
+    share = ceil_div(num_tokens, TILE_TOKENS) * ceil_div(out_features, TILE_ROWS) / (device.num_sms // 2)
+    return next(kernel for tokens, tiles, kernel in CHOICES if num_tokens <= tokens and share <= tiles)
+
+
 def _launch_large(kernel: str, x: Array, weight: LinearWeight, activation: str, y: Array, device: Device) -> None:
-    tensors = weight.tensors
-    groups, shift = step_groups(weight, LARGE_STEP)
-    zeros = _bool("zeros" in tensors)
-    entry = f"linear_w4_sm90<{type_name(kernel, 'x', x)}, {activation}, {zeros}, {groups}, {LARGE_STAGES}>"
+    tensors, chosen = weight.tensors, choose(x.shape[0], weight.out_features, device)
+    groups, shift = step_groups(weight, chosen.step)
+    types = f"{type_name(kernel, 'x', x)}, {activation}, {_bool('zeros' in tensors)}"
     device.launch(
-        Instance("linear_w4_sm90", entry),
+        Instance(chosen.stem, f"{chosen.stem}<{types}, {groups}, {chosen.stages}>"),
         (device.num_sms // 2 * 2,),
         (384,),
         [
-            *(Boxes(x, (LARGE_TOKENS, LARGE_STEP)), tensors["weight"], tensors["scales"], tensors.get("zeros")),
+            *(Boxes(x, (chosen.box_tokens, 64)), tensors["weight"], tensors["scales"], tensors.get("zeros")),
             *(weight.bias, y, *map(np.int32, (x.shape[0], weight.out_features, weight.in_features, shift))),
         ],
-        shared_bytes=LARGE_SHARED_BYTES,
+        shared_bytes=chosen.shared_bytes(groups),
     )
 
 
 def _is_large(y: Array, device: Device) -> bool:
-    """Whether linear_w4_sm90 can write y."""
+    """Whether the kernels with wgmma can write y."""
     return bool(device.has_wgmma) and y.shape[1] % 8 == 0 and y.dtype != np.float32
 
 

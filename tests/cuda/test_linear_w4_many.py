@@ -1,0 +1,101 @@
+"""What linear_w4 launches for many tokens, on a device that only takes notes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from engine.kernels.device import Argument, Boxes, Dims, Instance
+from engine.kernels.linear import linear, linear_gate_up_act
+from engine.kernels.linear_w4_many import NARROW, WIDE
+from engine.kernels.notes import Notes
+from engine.packed4 import PACKED, PACKED_GATED, blank4
+from engine.weights import LinearWeight
+
+Array = NDArray[Any]
+
+
+class Hopper(Notes):
+    """Ten pairs of SMs; keeps the arguments of the last launch too."""
+
+    def __init__(self, has_wgmma: bool = True) -> None:
+        super().__init__(num_sms=21, max_shared_bytes=227 << 10, has_wgmma=has_wgmma)
+        self.arguments: Sequence[Argument] = ()
+        self.grid: Dims = ()
+        self.products: list[Array] = []
+
+    def launch(
+        self, instance: Instance, grid: Dims, block: Dims, arguments: Sequence[Argument], shared_bytes: int = 0
+    ) -> None:
+        self.arguments, self.grid = arguments, grid
+        super().launch(instance, grid, block, arguments, shared_bytes)
+
+    def matmul(self, x: Array, weight: Array, out: Array) -> None:
+        self.products.append(weight)
+
+
+def packed(out_features: int, in_features: int, group_size: int = 128, gated: bool = False) -> LinearWeight:
+    tensors = blank4(out_features, in_features, group_size, zeros=False)
+    return LinearWeight(PACKED_GATED if gated else PACKED, out_features, in_features, tensors, None)
+
+
+def launched(num_tokens: int, weight: LinearWeight, device: Hopper) -> Sequence[Argument]:
+    linear(np.zeros((num_tokens, weight.in_features), np.float16), weight, device=device)
+    return device.arguments
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "rows", "stem"),
+    [
+        (128, 256 * 40, NARROW.stem),
+        (129, 256 * 5, NARROW.stem),  # five tiles of 256 tokens
+        (129, 256 * 5 + 1, WIDE.stem),
+        (257, 256 * 2, NARROW.stem),
+        (257, 256 * 3, WIDE.stem),
+    ],
+)
+def test_narrow_tiles_where_wide_ones_leave_half_of_the_sms_idle(num_tokens: int, rows: int, stem: str) -> None:
+    device = Hopper()
+    x, *_ = launched(num_tokens, packed(8 * -(-rows // 8), 256), device)
+    assert [instance.stem for instance in device.instances] == [stem]
+    assert device.grid == (20,)
+    assert isinstance(x, Boxes)
+    assert x.box == ((64, 64) if stem == NARROW.stem else (128, 64))
+
+
+@pytest.mark.parametrize(
+    ("group_size", "narrow", "wide"),
+    [
+        (32, (4, 0), (2, 0)),
+        (64, (2, 0), (1, 0)),
+        (128, (1, 0), (1, 1)),
+        (512, (1, 2), (1, 3)),
+        (2048, (1, 30), (1, 30)),
+    ],
+)
+def test_groups_of_a_step(group_size: int, narrow: tuple[int, int], wide: tuple[int, int]) -> None:
+    """A step has 128 columns in narrow tiles and 64 in wide ones."""
+    for num_tokens, stages, (groups, shift) in ((100, 4, narrow), (900, 5, wide)):
+        device = Hopper()
+        *_, found = launched(num_tokens, packed(1024, 2048, group_size), device)
+        assert found == shift
+        assert device.instances[-1].entry.endswith(f"sm90<fp16, kNone, false, {groups}, {stages}>")
+
+
+def test_what_wgmma_cannot_write_is_decoded() -> None:
+    """Numbers of y that are no multiple of 8, and GPUs without it."""
+    for weight, device in ((packed(516, 256), Hopper()), (packed(512, 256), Hopper(has_wgmma=False))):
+        launched(300, weight, device)
+        assert [instance.stem for instance in device.instances] == ["linear_w4_dequantize"]
+        assert [product.shape for product in device.products] == [(weight.out_features, 256)]
+
+
+def test_a_gated_weight_is_one_launch() -> None:
+    device = Hopper()
+    y = linear_gate_up_act(np.zeros((300, 256), np.float16), packed(512, 256, gated=True), "gelu", device=device)
+    assert y.shape == (300, 256)
+    assert [instance.entry for instance in device.instances] == ["linear_w4_narrow_sm90<fp16, kGelu, false, 1, 4>"]

@@ -13,7 +13,7 @@ BITS = 4
 GROUP_SIZES = (128, 64, 32)  # tried in this order where none is asked for
 # Of the scale with which a group's largest weight fits: the best is looked for. 15/14 and 15/16: it is just 7, or -8.
 # Not where weights with zero points go to the nearest: less error, yet a KL of 0.32 for 0.29 (starter model, groups of
-# 64), for the largest weights matter most. Without zero points it falls from 0.46 to 0.39, and GPTQ's from 0.30 to 0.22.
+# 64), as the largest weights matter most. Without zero points it fell from 0.46 to 0.39, and GPTQ's from 0.30 to 0.22.
 SHARES = (1.0, 15 / 14, 1.03, 15 / 16, 0.9, 0.86, 0.82, 0.78, 0.74, 0.7)
 
 

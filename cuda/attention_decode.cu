@@ -71,9 +71,7 @@ struct CodedSums {
           most = max(most, max(q_rows[step][i] & 0x7fffu, q_rows[step][i] >> 16 & 0x7fffu));
       most = max(most, __shfl_xor_sync(kAllLanes, most, 1));
       most = max(most, __shfl_xor_sync(kAllLanes, most, 2));
-      const unsigned exponent = __float_as_uint(to_float(T{static_cast<unsigned short>(most)})) & 0x7f800000u;
-      const float unit = __uint_as_float(min(max(exponent, 1u << 23), 253u << 23));
-      const float inverse = 1.0f / unit;
+      const float unit = unit_of<T>(most), inverse = 1.0f / unit;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         float numbers[4];

@@ -12,8 +12,9 @@
 // template   T bf16 or fp16; kHeadDim a multiple of 16 up to 256; kTiles 1 or 2; kWarps 4 or 8; kStages 1 or 2 (codes: 1);
 //            C what the caches hold: T, or e4m3 or signed char (int8)
 // sums       float32; a running maximum a row, tile by tile, which may lag by a factor of kSlack: weights then pass 1,
-//            which no format minds, and the sums are seldom rescaled; p is rounded to T as the tensor cores take it.
-//            Scales of codes are multiplied to the sums q · k, and to p before it is rounded, where it does not pass 1 in fp16
+//            which no format minds, and the sums are seldom rescaled; p is rounded to T as the tensor cores take it; over
+//            codes they multiply numbers of fp16 whatever T is: codes as they are, q over a power of 2 for each row, and
+//            p times the scale of v over the largest scale of v so far
 // launcher   grid (n_heads, ⌈num_tokens / queries⌉ + num_seqs), block 32 · kWarps, shared memory
 //            2 · kHeadDim · (queries + 2 · kStages · tokens of a tile) bytes; codes: 2 · kHeadDim + 8 a token of a tile more
 #include "kv_codes.cuh"
@@ -22,10 +23,8 @@
 #include "vec.cuh"
 
 constexpr float kLog2e = 1.4426950408889634f;
-template <typename T, typename C>
-constexpr float kSlack = 8.0f;  // log2 of what a weight may be
 template <typename C>
-constexpr float kSlack<fp16, C> = kIsCode<C> ? 0.0f : 8.0f;  // with a scale of up to 65504 it is a number of fp16
+constexpr float kSlack = kIsCode<C> ? 4.0f : 8.0f;  // log2 of what a weight may be
 #define kInfinity __uint_as_float(0x7f800000u)
 
 template <int kHeadDim>
@@ -55,15 +54,48 @@ __device__ __forceinline__ const T* at_step(const T* tile, int row, int half, in
 }
 
 // 16 codes as numbers in their order, in two pieces of 16 bytes.
-template <typename T, typename C>
+template <typename C>
 __device__ __forceinline__ void decode16(const uint4& codes, uint4 (&numbers)[2]) {
   const unsigned words[4] = {codes.x, codes.y, codes.z, codes.w};
   unsigned pairs[8];
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    decode_codes(__byte_perm(words[i], 0u, 0x3120), pairs[2 * i], pairs[2 * i + 1], C{}, T{});
+    decode_in_order(words[i], pairs[2 * i], pairs[2 * i + 1], C{});
   numbers[0] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   numbers[1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
+}
+
+template <bool kCoded, typename T>
+struct MultipliedAs {
+  using type = T;
+};
+template <typename T>
+struct MultipliedAs<true, T> {
+  using type = fp16;
+};
+
+// A row of q in place, from T to fp16 over the unit that it gives; of a whole warp.
+template <typename T, int kHeadDim>
+__device__ __forceinline__ float prepare_row(T* tile, int row) {
+  constexpr int kWords = (kHeadDim / 2 + 31) / 32;
+  const int lane = threadIdx.x % 32;
+  unsigned most = 0u, words[kWords];
+  auto word_at = [&](int i) {  // 8 numbers a unit, two a word
+    const int number = 32 * i + lane;
+    return reinterpret_cast<unsigned*>(tile + place<kHeadDim>(row, number / 4)) + number % 4;
+  };
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    words[i] = 32 * i + lane < kHeadDim / 2 ? *word_at(i) : 0u;
+    most = max(most, max(words[i] & 0x7fffu, words[i] >> 16 & 0x7fffu));
+  }
+  const float unit = unit_of<T>(__reduce_max_sync(kAllLanes, most)), inverse = 1.0f / unit;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i)
+    if (32 * i + lane < kHeadDim / 2)
+      *word_at(i) = pack_fp16(to_float(T{static_cast<unsigned short>(words[i])}) * inverse,
+                              to_float(T{static_cast<unsigned short>(words[i] >> 16)}) * inverse);
+  return unit;
 }
 
 template <typename T, int kHeadDim, int kTiles, int kWarps, int kStages, typename C = T>
@@ -75,6 +107,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
                       int num_seqs, int q_stride, int table_stride, int block_size, int n_heads, int n_kv_heads,
                       int window, float sm_scale) {
   constexpr bool kCoded = kIsCode<C>;
+  using M = typename MultipliedAs<kCoded, T>::type;
   constexpr int kQueries = 16 * kTiles * kWarps, kThreads = 32 * kWarps, kTile = kTokens<kHeadDim>;
   constexpr int kSteps = kHeadDim / 16, kUnits = kHeadDim / 8, kColumns = kTile / 8;
   constexpr int kLanes = power_of_two_from(kUnits), kPass = kThreads / kLanes, kPasses = kTile / kPass;
@@ -151,11 +184,11 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
       if (!has_copy(at)) continue;
       T* const tile = i < kCopies ? k_tiles : v_tiles;
       uint4 numbers[2] = {};
-      if constexpr (kCoded) decode16<T, C>(load16(codes + i / kCopies * kTile * kHeadDim + 16 * at), numbers);
+      if constexpr (kCoded) decode16<C>(load16(codes + i / kCopies * kTile * kHeadDim + 16 * at), numbers);
       store16(tile + place<kHeadDim>(row, 2 * unit), numbers[0]);
       store16(tile + place<kHeadDim>(row, 2 * unit + 1), numbers[1]);
     }
-    if (threadIdx.x < 2 * kTile) scales[threadIdx.x] = usable_scale(next_scale) * kCodeUnit<T, C>;
+    if (threadIdx.x < 2 * kTile) scales[threadIdx.x] = usable_scale(next_scale);
   };
   auto load = [&](T* tile, const char* from, int buffer) {
     T* const to = tile + place<kHeadDim>(copy_row, copy_unit);
@@ -182,6 +215,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
     }
   __syncthreads();
   if constexpr (kCoded) {
+    cp_async_commit();
     load_codes(0);
   } else {
     load(k_tiles, k_from, 0);
@@ -192,7 +226,23 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
 #pragma unroll
   for (int m = 0; m < kTiles; ++m) base[m][0] = base[m][1] = -kInfinity;
   const float scale = sm_scale * kLog2e;
+  float row_scale[kTiles][2];  // over codes
+  float v_unit = 0.0f, to_weights = 0.0f;  // the largest scale of a value so far; 2^11 over it
+  auto scale_of = [&](int m, int half) { return kCoded ? row_scale[m][half] : scale; };
   const int my_row = warp * 16 * kTiles, my_position = first_position + my_row;
+
+  if constexpr (kCoded) {
+    cp_async_wait<1>();
+    __syncthreads();  // the queries are there
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        for (int row = 0; row < 8; ++row) {
+          const float unit = prepare_row<T, kHeadDim>(q_tile, my_row + 16 * m + 8 * half + row);
+          if (row == group) row_scale[m][half] = scale * unit * kQuickUnit<C>;
+        }
+  }
 
   int buffer = 0;
   for (int token = begin; token < end; token += kTile, buffer ^= 1) {
@@ -235,8 +285,8 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
           const unsigned first[2] = {keys[0], keys[1]}, second[2] = {keys[2], keys[3]};
 #pragma unroll
           for (int m = 0; m < kTiles; ++m) {
-            mma_k16(scores[m][column], rows[m], first, T{});
-            mma_k16(scores[m][column + 1], rows[m], second, T{});
+            mma_k16(scores[m][column], rows[m], first, M{});
+            mma_k16(scores[m][column + 1], rows[m], second, M{});
           }
         }
       }
@@ -264,8 +314,20 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
               }
           }
       }
-      float growth[kTiles][2];
+      float growth[kTiles][2], kept = 1.0f;  // of sums
       bool grows = false;
+      if constexpr (kCoded) {
+        unsigned most = __float_as_uint(v_unit);
+#pragma unroll
+        for (int i = lane; i < kTile; i += 32) most = max(most, __float_as_uint(scales[kTile + i]));
+        most = __reduce_max_sync(kAllLanes, most);
+        if (most != __float_as_uint(v_unit)) {  // of all lanes or none
+          kept = v_unit / __uint_as_float(most);
+          v_unit = __uint_as_float(most);
+          to_weights = v_unit < 1e-30f ? 0.0f : 2048.0f / v_unit;
+          grows = true;
+        }
+      }
 #pragma unroll
       for (int m = 0; m < kTiles; ++m)
 #pragma unroll
@@ -275,9 +337,9 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
           for (int column = 0; column < kColumns; ++column)
             top = fmaxf(top, fmaxf(scores[m][column][2 * half], scores[m][column][2 * half + 1]));
           top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 1));
-          top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 2)) * scale;
+          top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 2)) * scale_of(m, half);
           const float before = base[m][half];
-          const bool lags = top > before + kSlack<T, C>;
+          const bool lags = top > before + kSlack<C>;
           if (lags) base[m][half] = top;
           growth[m][half] = lags ? exp2f(before - top) : 1.0f;
           grows |= lags;
@@ -290,7 +352,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
             total[m][half] *= growth[m][half];
 #pragma unroll
             for (int unit = 0; unit < kUnits; ++unit)
-              sums[m][unit][2 * half] *= growth[m][half], sums[m][unit][2 * half + 1] *= growth[m][half];
+              sums[m][unit][2 * half] *= growth[m][half] * kept, sums[m][unit][2 * half + 1] *= growth[m][half] * kept;
           }
       }
     }
@@ -315,9 +377,9 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           float& score = scores[m][column][i];
-          score = exp2f(fmaf(score, scale, -shift[m][i / 2]));
+          score = exp2f(fmaf(score, scale_of(m, i / 2), -shift[m][i / 2]));
           total[m][i / 2] += score;  // of this lane's columns
-          if constexpr (kCoded) score *= scales[kTile + 8 * column + 2 * pair + i % 2];
+          if constexpr (kCoded) score *= scales[kTile + 8 * column + 2 * pair + i % 2] * to_weights;
         }
     };
 #pragma unroll
@@ -328,7 +390,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
       for (int m = 0; m < kTiles; ++m)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          p[m][i] = pack2(scores[m][2 * step + i / 2][2 * (i % 2)], scores[m][2 * step + i / 2][2 * (i % 2) + 1], T{});
+          p[m][i] = pack2(scores[m][2 * step + i / 2][2 * (i % 2)], scores[m][2 * step + i / 2][2 * (i % 2) + 1], M{});
 #pragma unroll
       for (int unit = 0; unit < kUnits; unit += 2) {
         unsigned values[4];
@@ -336,8 +398,8 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
         const unsigned first[2] = {values[0], values[1]}, second[2] = {values[2], values[3]};
 #pragma unroll
         for (int m = 0; m < kTiles; ++m) {
-          mma_k16(sums[m][unit], p[m], first, T{});
-          mma_k16(sums[m][unit + 1], p[m], second, T{});
+          mma_k16(sums[m][unit], p[m], first, M{});
+          mma_k16(sums[m][unit + 1], p[m], second, M{});
         }
       }
     }
@@ -351,7 +413,8 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
       float sum = total[m][half];
       sum += __shfl_xor_sync(kAllLanes, sum, 1);
       sum += __shfl_xor_sync(kAllLanes, sum, 2);
-      const float share = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
+      float share = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
+      if constexpr (kCoded) share *= v_unit / 2048.0f * kQuickUnit<C>;
       const int row = my_row + 16 * m + group + 8 * half;
       if (row >= num_queries) continue;
       T* const to = out + (static_cast<index_t>(first_row + first_query + row) * n_heads + head) * kHeadDim;

@@ -53,7 +53,7 @@ __device__ __forceinline__ void decode_codes(unsigned codes, unsigned& even, uns
   odd = fma2((upper & 0x007f007fu) | 0x43004300u, kOne, (upper & 0x00800080u) | 0xc300c300u, bf16{});
 }
 
-// The same as fp16, times kQuickUnit, the quickest way that the GPU has.
+// The same as fp16, divided by kQuickUnit, the quickest way that the GPU has; decode_in_order: of b0 and b1, b2 and b3.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 template <typename C>
 constexpr float kQuickUnit = kCodeUnit<fp16, C>;
@@ -62,15 +62,31 @@ constexpr float kQuickUnit<e4m3> = 1.0f;
 __device__ __forceinline__ void decode_quickly(unsigned codes, unsigned& even, unsigned& odd, e4m3) {
   halves_of_e4m3(__byte_perm(codes, 0u, 0x3120), even, odd);
 }
+__device__ __forceinline__ void decode_in_order(unsigned codes, unsigned& first, unsigned& last, e4m3) {
+  halves_of_e4m3(codes, first, last);
+}
 #else
 template <typename C>
 constexpr float kQuickUnit = kCodeUnit<fp16, C>;
 __device__ __forceinline__ void decode_quickly(unsigned codes, unsigned& even, unsigned& odd, e4m3) {
   decode_codes(codes, even, odd, e4m3{}, fp16{});
 }
+__device__ __forceinline__ void decode_in_order(unsigned codes, unsigned& first, unsigned& last, e4m3) {
+  decode_quickly(__byte_perm(codes, 0u, 0x3120), first, last, e4m3{});
+}
 #endif
 __device__ __forceinline__ void decode_quickly(unsigned codes, unsigned& even, unsigned& odd, signed char) {
   decode_codes(codes, even, odd, static_cast<signed char>(0), fp16{});
+}
+__device__ __forceinline__ void decode_in_order(unsigned codes, unsigned& first, unsigned& last, signed char) {
+  decode_quickly(__byte_perm(codes, 0u, 0x3120), first, last, static_cast<signed char>(0));
+}
+
+// The power of 2 over which numbers are less than 2, the largest of which has these bits without its sign.
+template <typename T>
+__device__ __forceinline__ float unit_of(unsigned most) {
+  const unsigned exponent = __float_as_uint(to_float(T{static_cast<unsigned short>(most)})) & 0x7f800000u;
+  return __uint_as_float(min(max(exponent, 1u << 23), 253u << 23));
 }
 
 // A scale with infinity as NaN: a head that held either gives NaN, whatever its codes are.

@@ -1,4 +1,4 @@
-"""Cases of 4-bit weights whose groups are not of neighbouring columns (act-order): those of x are put in their order."""
+"""Cases of 4-bit weights whose groups are not of neighbouring columns (act-order): x is put in their order."""
 
 from __future__ import annotations
 

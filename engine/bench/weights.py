@@ -90,19 +90,18 @@ def measure(shape: str, quant: str, layers: int, folder: str | None = None) -> R
         source = resolve(made)
         config = load_model_config(source)
         weight_map = keep_packed(ARCHITECTURES[config.architecture].weight_map(config))
-        stream = cupy.cuda.Stream(non_blocking=True)
-        with stream:
-            for _ in range(2):
-                cupy.get_default_memory_pool().free_all_blocks()
-                started = time.perf_counter()
-                store = store_module.GpuStore(np.float16, gpu)
-                weights = load_weights(source, weight_map, store, progress=False)
-                store.finish()
-                seconds = time.perf_counter() - started
-                peak, held = cupy.get_default_memory_pool().total_bytes(), weights.num_bytes
-                layer = max(sum(t.nbytes for t in weight.tensors.values()) for weight in weights.linears.values())
-                del weights
-            copy = _copy_rate(cupy, stream, store_module.STAGING_BYTES)
+        stream = cupy.cuda.get_current_stream()
+        for _ in range(2):
+            cupy.get_default_memory_pool().free_all_blocks()
+            started = time.perf_counter()
+            store = store_module.GpuStore(np.float16, gpu)
+            weights = load_weights(source, weight_map, store, progress=False)
+            store.finish()
+            seconds = time.perf_counter() - started
+            peak, held = cupy.get_default_memory_pool().total_bytes(), weights.num_bytes
+            layer = max(sum(t.nbytes for t in weight.tensors.values()) for weight in weights.linears.values())
+            del weights
+        copy = _copy_rate(cupy, stream, store_module.STAGING_BYTES)
     return Report(
         shape=f"{shape} {quant}".strip(),
         layers=layers,

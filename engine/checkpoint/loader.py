@@ -36,6 +36,7 @@ from engine.weights import EMBEDDING, HEAD, LinearSpec, LinearWeight, WeightMap,
 
 Array = Any
 
+CODES_AT_ONCE = 1 << 26  # that are looked at, for which a GPU needs twice their bytes
 MAX_LISTED = 50  # names of one kind in a message
 
 logger = logging.getLogger(__name__)
@@ -258,7 +259,9 @@ def _fill_quantized(
         if spec.coded is not None:
             codes = weight.tensors["weight"]
             if spec.coded.kind == FP8:
-                lost[spec] = ((codes & FP8_NAN) == FP8_NAN).any()  # known when the GPU is so far
+                flat = codes.reshape(-1)
+                parts = (flat[first : first + CODES_AT_ONCE] for first in range(0, flat.size, CODES_AT_ONCE))
+                lost[spec] = [((part & FP8_NAN) == FP8_NAN).any() for part in parts]  # known when the GPU is so far
             scales = {name: store.put(array) for name, array in quantized.coded(spec).items()}
             linears[spec.dest] = replace(weight, format=spec.coded.kind, tensors={"weight": codes} | scales)
             continue
@@ -268,7 +271,7 @@ def _fill_quantized(
                 store.write(
                     quantized.dense(module, (rows.stop - rows.start, spec.in_features), spec.transposed), target
                 )
-    if damaged := [module for spec, is_lost in lost.items() if is_lost for module, _ in spec.parts]:
+    if damaged := [module for spec, found in lost.items() if any(map(bool, found)) for module, _ in spec.parts]:
         raise CheckpointError(f"{', '.join(damaged)}: codes that are no numbers; fetch the files again")
     return replace(weights, linears=linears)
 

@@ -71,8 +71,11 @@ def attention_decode(
     num_splits = _num_splits(num_blocks, block_table.shape[1] * block_size, device)
     partial = device.empty((num_seqs, n_heads, num_splits, head_dim), np.float32) if num_splits > 1 else None
     lse = device.empty((num_seqs, n_heads, num_splits), np.float32) if num_splits > 1 else None
+    stage_bytes = 4 * CHUNK * head_dim + (16 * CHUNK if coded else 0)
     stages = 3 if head_dim <= 128 else 2
-    warp_bytes = max(stages * (4 * CHUNK * head_dim + (16 * CHUNK if coded else 0)), 4 * HEADS * head_dim)
+    if coded and 2 * DECODE_WARPS * stages * stage_bytes > device.max_shared_bytes:  # of two blocks an SM
+        stages = 2
+    warp_bytes = max(stages * stage_bytes, 4 * HEADS * head_dim)
     # A block that has an SM for itself takes twice the warps: quicker where it has all tokens of its sequence (16
     # sequences of 8B 5.18 -> 5.05 ms a step) and where few sequences may be long (one of 128k tokens 141 -> 132 µs, of
     # 1024 as quick); with two splits it is slower (8 sequences 4.63 -> 4.69 ms).

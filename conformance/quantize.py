@@ -145,6 +145,7 @@ def _make_hostile(x: Array, kind: str, fixed: bool) -> None:
                 row[:8] = np.array([1, -1, 0.5, -0.5, 1.5, 2.5, 1 + 0.1 / most, 1 + 0.5 / most]) * step
                 row[:2] *= most
                 row[6:8] *= most if fixed else 1
+                row[8] = -0.0
 
 
 def _disturb(inputs: Inputs, rng: np.random.Generator) -> Kept:

@@ -33,7 +33,7 @@ __device__ __forceinline__ float scale_of(unsigned largest) {
 // x / scale, rounded to the nearest as a division does it; inverse: 1 / scale.
 __device__ __forceinline__ float quotient(float x, float scale, float inverse) {
   const float near = x * inverse, better = fmaf(fmaf(-near, scale, x), inverse, near);
-  return better == better ? better : near;  // of infinity
+  return better == better && near != 0.0f ? better : near;  // of infinity; of −0, which keeps its sign
 }
 
 // Codes of four numbers, that of the first in the lowest byte: x / scale to the nearest, ties to even, saturating; 0

@@ -65,6 +65,11 @@ def lines() -> list[Line]:
         Line("decode attention, 64 heads, 1 × 128k / 64 × 4k tokens, % of the limit", attention, long, _share),
         Line("decode attention, 32 heads, 1 / 8 / 32 / 64 / 128 × 1024 tokens, µs", attention, batches, _time),
     ]
+    coded = tuple(f"{long[i]}-kv-{codes}" for i, codes in ((0, "fp8"), (1, "fp8"), (1, "int8")))
+    what = "decode attention, 64 heads, fp8 cache of 1 × 128k / 64 × 4k tokens, int8 of 64 × 4k, % of the limit"
+    found.append(Line(what, attention, coded, _share))
+    what = "prefill attention, fp8 cache, 8k tokens, TFLOP/s"
+    found.append(Line(what, "attention_prefill", ("portable-tokens=8192-kv-fp8",), _tflops))
     for name, label in (("sm90", "with wgmma"), ("portable", "with mma.sync")):
         cases = tuple(f"{name}-tokens={length}" for length in LENGTHS)
         what = f"prefill attention {label}, 2k / 8k / 16k tokens, TFLOP/s"

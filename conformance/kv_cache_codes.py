@@ -105,7 +105,7 @@ def _write_case(
     }
     settings = {"interleaved": True} if interleaved else {}
     return Case(
-        stem="kv_codes",
+        stem="kv_cache_codes",
         name=f"write-{name}",
         axes=axes | settings | {"kind": kind},
         make_inputs=lambda seed: _write_inputs(seed, kind, op, **axes) | settings,
@@ -273,7 +273,7 @@ def _read_case(name: str, kind: str, function: Callable[..., Array], **changed: 
         return {"out": getattr(ops, function.__name__)(**coded(inputs))}
 
     return Case(
-        stem="kv_codes",
+        stem="kv_cache_codes",
         name=name,
         axes=axes,
         make_inputs=partial(_read_inputs, **axes),
@@ -371,7 +371,7 @@ def _copy_case(name: str, kind: str, op: str, num_copies: int, n_kv_heads: int, 
         return run(kv_cache_swap if op == "swap" else kv_cache_copy, False, inputs)
 
     return Case(
-        stem="kv_codes",
+        stem="kv_cache_codes",
         name=name,
         axes=axes | {"kind": kind},
         make_inputs=partial(_copy_inputs, kind=kind, swaps=op == "swap", **axes),

@@ -60,6 +60,7 @@ def row(kind: str, name: str, num_tokens: int, out_features: int, in_features: i
             bytes_read=in_features * (out_features + 2 * num_tokens),
             bytes_written=2 * num_tokens * out_features,
             flops=2 * num_tokens * out_features * in_features,
+            pace=2.0,
         ),
         make=partial(_call, kind=kind, num_tokens=num_tokens, out_features=out_features, in_features=in_features),
         goal=Goal(tflops=tflops) if is_asked and tflops is not None else None,

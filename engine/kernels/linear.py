@@ -98,8 +98,8 @@ CHOICES: Choices = (
 GATED_CHOICES: Choices = (
     (8, ANY, Skinny(1, 3, 16)),
     (16, 320, Skinny(2, 2, 16)),
-    (16, ANY, Wgmma(32, 2, 10)),
-    (32, ANY, Wgmma(32, 4, 6)),
+    (16, ANY, None),
+    (32, ANY, None),
     (64, ANY, Wgmma(64, 4, 5)),
     (128, ANY, Wgmma(128, 4, 4)),
 )

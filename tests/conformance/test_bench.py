@@ -134,6 +134,7 @@ def test_limit() -> None:
     assert limit_of(Work(4_000_000, 400_000), RATES) == pytest.approx(1.1)
     assert limit_of(Work(4_000_000, 4_000_000), RATES) == 4.0
     assert limit_of(Work(4_000_000, 0, 10**9), RATES) == 2.0
+    assert limit_of(Work(2_000_000, 0, 10**9, pace=2.0), RATES) == 1.0
 
 
 def test_goals() -> None:

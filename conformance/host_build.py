@@ -39,6 +39,7 @@ CHECKS = "-fsanitize=alignment,bounds,signed-integer-overflow,integer-divide-by-
 SANITIZERS = {"": "HOST_PLAIN", "address": "HOST_ASAN", "thread": "HOST_TSAN"}  # what the shim is told
 MIN_GXX = 12
 DAYS_KEPT = 14
+MISSING = re.compile(r"\.(?:h|cuh|hpp)\b.*: No such file or directory")
 INCLUDE = re.compile(r'^\s*#include "(?:[./\w]*/)?([.\w]+)"', re.MULTILINE)
 DYNAMIC_SHARED = re.compile(
     r"extern\s+__shared__\s+((?:__align__\(\d+\)\s+)?)([\w:]+(?:\s+\w+)*?)\s+(\w+)\s*\[\s*\]\s*;"
@@ -231,5 +232,6 @@ def _hash(*parts: str) -> str:
 def _run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise BuildError(f"{' '.join(command[:1])} ended with {done.returncode}:\n{done.stderr.strip()}")
+        hint = "\nkernels include only cuda/include and what lies beside them" if MISSING.search(done.stderr) else ""
+        raise BuildError(f"{' '.join(command[:1])} ended with {done.returncode}:\n{done.stderr.strip()}{hint}")
     return done.stdout

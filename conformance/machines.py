@@ -136,7 +136,10 @@ def find_cupy() -> Any:
     try:
         cupy = importlib.import_module("cupy")
     except ImportError as error:
-        raise MachineMissing(f"looked for CuPy, which the extras cuda12 and cuda13 bring: {error}") from error
+        raise MachineMissing(
+            f"looked for CuPy, which the extras cuda12 and cuda13 bring: {error}; "
+            "where there is an NVIDIA GPU, make serve and make test install one; where there is none, use --target host"
+        ) from error
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:

@@ -21,7 +21,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         arguments = ["--export", *arguments[1:], *target]
     if _names(arguments, "--impl") and not _names(arguments, "--target", "--exercise"):
         arguments = [*arguments, "--target", "host"]
-    parser = argparse.ArgumentParser(prog="python -m conformance", description="Kernels and their twins against ref.")
+    parser = argparse.ArgumentParser(
+        prog="python -m conformance",
+        description="Kernels and their twins against ref.",
+        epilog="python -m conformance export DIR [--target host|gpu] [--op STEM] [--case NAME] [--seed N] writes "
+        "the cases as files, for kernels in other languages.",
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--target", choices=TARGETS)
     what.add_argument("--exercises", action="store_true", help="list the twelve exercises of ref/EXERCISES.md")
@@ -34,10 +39,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ids", help="of --layers: token ids with commas between them (default: random ones)")
     parser.add_argument(
         "--impl",
-        metavar="FILE.py:function",
-        help="a solution of an exercise; or what stands for --op: FILE.cu:entry or module:function",
+        metavar="FILE:NAME",
+        help="what stands for --op: FILE.cu:entry, with the parameters of the kernel of that name in cuda/, "
+        "FILE.py:function or module:function, with those of ref's (--target host unless given); "
+        "or a solution of an exercise",
     )
-    parser.add_argument("--op", metavar="STEM", help="only cases of this stem, such as attention")
+    parser.add_argument(
+        "--op", metavar="STEM", help="only cases of this stem, such as attention; with --impl, the kernel or function"
+    )
     parser.add_argument("--case", metavar="NAME", help="only the case of this name")
     parser.add_argument("--list", action="store_true", help="print the cases instead of running them")
     parser.add_argument("--seed", type=_seed, default=0, help="of the inputs (default 0)")

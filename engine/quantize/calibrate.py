@@ -55,7 +55,10 @@ def cut_windows(token_ids: list[int], num_tokens: int, length: int, what: str) -
     """[num_windows, length]; what: names the text in errors. Raises ConfigError where there is not one window."""
     count = min(len(token_ids), num_tokens) // length
     if count < 1:
-        raise ConfigError(f"{what}: has {len(token_ids)} tokens; at least {length} are wanted, and better thousands")
+        limit = f", but only {num_tokens} may be read; let it be more, or --window less" if num_tokens < length else ""
+        raise ConfigError(
+            f"{what}: has {len(token_ids)} tokens; at least {length} are wanted, a window, and better thousands{limit}"
+        )
     return np.array(token_ids[: count * length], np.int32).reshape(count, length)
 
 

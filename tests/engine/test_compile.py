@@ -44,7 +44,6 @@ SPILLS = {  # entry → most bytes, stores and loads, and why
     r"sample_rows": 16,  # of sm_80, 86 and 89: 1024 threads leave 64 registers
     r"rope_kv_write<\w+, false, 1>": 16,  # heads of 16 or less, which only tests have
     r"kv_cache_copy<\w+>": 8,  # in no step
-    r"linear_w4<.*, [24], \d+, \d+, \d+, \d+, \d+, \d+>": 64,  # groups of 64 or 32 columns
     r"attention_decode<\w+, 96, 8, 3>": 60,  # of sm_80; no model that is served has such heads
     r"attention_prefill<\w+, 128, 2, 4, 2>": 64,  # 16 of sm_86 and 89, 64 of sm_100 and 120, beside 255 registers
     r"attention_prefill_sm90<\w+, 256, 64, 2>": 80,  # what is needed between two items

@@ -65,11 +65,6 @@ def lines() -> list[Line]:
         Line("decode attention, 64 heads, 1 × 128k / 64 × 4k tokens, % of the limit", attention, long, _share),
         Line("decode attention, 32 heads, 1 / 8 / 32 / 64 / 128 × 1024 tokens, µs", attention, batches, _time),
     ]
-    coded = tuple(f"{long[i]}-kv-{codes}" for i, codes in ((0, "fp8"), (1, "fp8"), (1, "int8")))
-    what = "decode attention, 64 heads, fp8 cache of 1 × 128k / 64 × 4k tokens, int8 of 64 × 4k, % of the limit"
-    found.append(Line(what, attention, coded, _share))
-    what = "prefill attention, fp8 cache, 8k tokens, TFLOP/s"
-    found.append(Line(what, "attention_prefill", ("portable-tokens=8192-kv-fp8",), _tflops))
     for name, label in (("sm90", "with wgmma"), ("portable", "with mma.sync")):
         cases = tuple(f"{name}-tokens={length}" for length in LENGTHS)
         what = f"prefill attention {label}, 2k / 8k / 16k tokens, TFLOP/s"
@@ -100,7 +95,46 @@ def lines() -> list[Line]:
     return found
 
 
-def kernel_table(stored: Sequence[Record]) -> list[str]:
+def quantized_lines() -> list[Line]:
+    """Of weights, activations and caches of 4 and 8 bits."""
+    found = []
+    few, many = (1, 8, 16), (512, 2048, 8192)
+    models = {
+        "72B": ("w4-72b", {"qkv": "10240x8192", "o": "8192x8192", "gate_up": "59136x8192", "down": "8192x29568"}),
+        "8B": ("w4-8b", {"qkv": "6144x4096", "o": "4096x4096", "gate_up": "28672x4096", "down": "4096x14336"}),
+    }
+    for model, (prefix, shapes) in models.items():
+        for name, shape in shapes.items():
+            op = "linear_gate_up_act" if name == "gate_up" else "linear"
+            of = f"{prefix}-{name}-{shape}-tokens="
+            what = f"4-bit groups of 128, {name} of {model}"
+            cases = tuple(f"{of}{count}" for count in few)
+            found.append(Line(f"{what}, {_counts(few)} tokens, % of the limit", op, cases, _share))
+            if model == "72B":
+                cases = tuple(f"{of}{count}" for count in many)
+                found.append(Line(f"{what}, {_counts(many)} tokens, TFLOP/s", op, cases, _tflops))
+    kinds = {"int8-int8": "int8", "fp8-channel": "fp8, a scale a channel", "fp8-block": "fp8, a scale a block"}
+    for kind, label in kinds.items():
+        for name, shape in models["8B"][1].items():
+            op = "linear_gate_up_act" if name == "gate_up" else "linear"
+            cases = tuple(f"{kind}-8b-{name}-{shape}-tokens={count}" for count in few)
+            found.append(Line(f"{label}, {name} of 8B, {_counts(few)} tokens, % of the limit", op, cases, _share))
+    for kind, label in {"fp8-tensor": "fp8, a scale a tensor", **kinds}.items():
+        case = f"{kind}-square-8192x8192-tokens=4096"
+        found.append(Line(f"{label}, 8192 × 8192, 4096 tokens, TFLOP/s", "linear", (case,), _tflops))
+    long = ("heads=64/8-batch=1-context=131072", "heads=64/8-batch=64-context=4096")
+    coded = tuple(f"{long[i]}-kv-{codes}" for i, codes in ((0, "fp8"), (1, "fp8"), (1, "int8")))
+    what = "decode attention, 64 heads, fp8 cache of 1 × 128k / 64 × 4k tokens, int8 of 64 × 4k, % of the limit"
+    found.append(Line(what, "attention_decode", coded, _share))
+    what = "prefill attention, fp8 cache, 8k tokens, TFLOP/s"
+    return [*found, Line(what, "attention_prefill", ("portable-tokens=8192-kv-fp8",), _tflops)]
+
+
+def _counts(tokens: Sequence[int]) -> str:
+    return " / ".join(map(str, tokens))
+
+
+def kernel_table(stored: Sequence[Record], found: Sequence[Line]) -> list[str]:
     """stored: reports of the benchmark on one GPU, the first for its own arch, the others for older ones."""
     own = stored[0]
     limits = own["limits"]
@@ -113,7 +147,7 @@ def kernel_table(stored: Sequence[Record]) -> list[str]:
         f"| what | {' | '.join(arches)} | peer | goal |",
         f"|---|{'---|' * len(arches)}---|---|",
     ]
-    for line in lines():
+    for line in found:
         shown = [_cells(report, line, line.show) for report in stored]
         rows = _rows(own, line)
         if not any(_rows(report, line) for report in stored):  # a run of some rows only
@@ -196,11 +230,16 @@ def tables(kernels: Path = KERNELS, engine: Path = ENGINE) -> dict[str, list[str
     found = {}
     own = kernels / "bench-h200.json"
     if own.is_file():
-        found["gpu-kernels"] = kernel_table([load(own), *map(load, sorted(kernels.glob("bench-h200-sm_*.json")))])
+        portable = map(load, sorted(kernels.glob("bench-h200-sm_*.json")))
+        found["gpu-kernels"] = kernel_table([load(own), *portable], lines())
+    if (kernels / "bench-h200-quantized.json").is_file():
+        found["gpu-quantized"] = kernel_table([load(kernels / "bench-h200-quantized.json")], quantized_lines())
     if (engine / "h200-llama-3.1-8b.json").is_file():
         prefix = "h200-llama-3.1-8b-"
         older = {path.stem.removeprefix(prefix): load(path) for path in sorted(engine.glob(f"{prefix}sm_*.json"))}
         found["gpu-engine"] = engine_table(load(engine / "h200-llama-3.1-8b.json"), older)
+    if (engine / "h200-qwen2-72b-gptq-int4.json").is_file():
+        found["gpu-engine-w4"] = engine_table(load(engine / "h200-qwen2-72b-gptq-int4.json"), {})
     if (kernels / "foreign-h200.json").is_file():
         found["foreign"] = foreign_table(load(kernels / "foreign-h200.json"))
     return found

@@ -28,6 +28,7 @@ from conformance.bench import (
 from conformance.bench.measure import kernels_of_rows, measure, num_calls, num_passes
 from conformance.bench.place import Place
 from conformance.bench.readme import ROOT, engine_table, foreign_table, kernel_table, tables, with_tables
+from conformance.bench.readme import lines as table_lines
 from conformance.bench.row import Goal, Rates, Row, Work, limit_of
 from conformance.bench.table import Figure
 from conformance.machines import MachineMissing
@@ -114,10 +115,10 @@ def cpu_place(ops: OpTable | None = None) -> Place:
         ("linear", "w4-8b-o-4096x4096-tokens=4", (8388608 + 262144 + 32768, 32768, 134217728)),
         ("linear", "w4-zeros-8b-o-4096x4096-tokens=1", (8388608 + 262144 + 131072 + 8192, 8192, 33554432)),
         ("linear_gate_up_act", "gate_up-28672x4096-tokens=8", (234881024 + 65536, 229376, 1879048192)),
-        ("linear", "fp8-block-square-8192x8192-tokens=4096", (67108864 + 67108864, 67108864, 549755813888)),
+        ("linear", "fp8-block-square-8192x8192-tokens=4096", (67108864 + 67108864, 67108864, 549755813888, 2)),
     ],
 )
-def test_bytes_and_flops(op: str, name: str, work: tuple[int, int, int]) -> None:
+def test_bytes_and_flops(op: str, name: str, work: tuple[int, ...]) -> None:
     """Weights, keys, values and tokens once each: 64 · 4096 · 8 · 128 · 2 caches · 2 bytes, and so on."""
     assert row_named(op, name).work == Work(*work)
 
@@ -377,7 +378,7 @@ def stored(arch: str, verdict: str) -> dict[str, Any]:
 
 
 def test_table_of_kernels() -> None:
-    lines = kernel_table([stored("sm_90", "short"), stored("sm_80", "")])
+    lines = kernel_table([stored("sm_90", "short"), stored("sm_80", "")], table_lines())
     assert lines[2] == "| what | sm_90 | sm_80 | peer | goal |"
     linear = next(line for line in lines if "6144" in line)
     assert linear.endswith("| 80 / 80 | 80 / 80 | cuBLAS 50 / 50 | 85%; short: 1, 2 |")

@@ -77,8 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="the model before: a folder, a GGUF file, or starter")
     parser.add_argument("--against", nargs="+", required=True, metavar="MODEL", help="quantized ones of it")
     parser.add_argument("--text", type=Path, help="a text file; by default what ref says of itself")
-    parser.add_argument("--tokens", type=int, default=20_000, help="of the text that are read")
-    parser.add_argument("--window", type=int, default=512, help="tokens that are read in one go")
+    parser.add_argument("--tokens", type=int, default=20_000, help="of the text that are read (20000)")
+    parser.add_argument("--window", type=int, default=512, help="tokens that are read in one go (512)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     parser.add_argument(
@@ -88,7 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="engine: as it serves (a CPU decodes weights and leaves activations alone); format: of 8 bits where the "
         "format has them; int8 and fp8: for 4-bit weights too. Those three on a CPU, by ref's definition, and slow",
     )
-    parser.add_argument("--steps", type=int, default=30, help="decode steps that ms/token is the median of; 0: none")
+    parser.add_argument(
+        "--steps", type=int, default=30, help="decode steps that ms/token is the median of (30); 0: none"
+    )
     parser.add_argument("--json", type=Path, help="file to write the report to")
     parser.set_defaults(run=run)
 
@@ -236,16 +238,18 @@ def _size_mb(source: ModelSource) -> float:
 
 def table(report: Report) -> str:
     """The report for people."""
+    width = max(len(model) for model in ("model", *(row.model for row in report.rows)))
     lines = [
         f"{report.num_tokens} tokens of {report.text} in windows of {report.window}; {report.device}; activations: "
         f"{report.activations}",
-        f"{'model':<16} {'format':<34} {'MB':>7} {'ms/token':>9} {'perplexity':>10} {'ratio':>7} {'bound':>6} "
+        f"{'model':<{width}} {'format':<34} {'MB':>7} {'ms/token':>9} {'perplexity':>10} {'ratio':>7} {'bound':>6} "
         f"{'KL':>9} {'top-1':>7}",
     ]
     for row in report.rows:
         ms = "-" if row.ms is None else f"{row.ms:.2f}"
         lines.append(
-            f"{row.model:<16} {row.format:<34} {row.size_mb:>7.1f} {ms:>9} {row.perplexity:>10.4f} {row.ratio:>7.4f} "
-            f"{row.bound:>6.3f} {row.kl:>9.6f} {row.top1:>7.2%}{'' if row.holds else '  PASSED ITS BOUND'}"
+            f"{row.model:<{width}} {row.format:<34} {row.size_mb:>7.1f} {ms:>9} {row.perplexity:>10.4f} "
+            f"{row.ratio:>7.4f} {row.bound:>6.3f} "
+            f"{row.kl:>9.6f} {row.top1:>7.2%}{'' if row.holds else '  PASSED ITS BOUND'}"
         )
     return "\n".join(lines)

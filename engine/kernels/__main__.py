@@ -22,11 +22,13 @@ from engine.kernels.shapes import MODEL_SHAPES
 from engine.model_config.read import model_config_from_hf
 from engine.system import cache_dir
 
+DESCRIPTION = "What each kernel takes of a GPU; none is needed. The first time all are compiled: minutes, or --model."
+
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m engine.kernels", description="What each kernel takes of a GPU.")
-    parser.add_argument("--arch", choices=ARCHES, default="sm_86")
+    parser = argparse.ArgumentParser(prog="python -m engine.kernels", description=DESCRIPTION)
+    parser.add_argument("--arch", choices=ARCHES, default="sm_86", help="the kind of GPU (sm_86)")
     parser.add_argument("--model", metavar="DIR", help="only what this model launches")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write it there too")
     args = parser.parse_args(arguments)

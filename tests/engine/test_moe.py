@@ -10,7 +10,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from conformance.golden_families import FAMILY_GOLDENS, family_model
-from engine.checkpoint.loader import DUMMY_STD, load_weights
+from engine.checkpoint.loader import load_weights
+from engine.checkpoint.random_weights import DUMMY_STD
 from engine.checkpoint.source import ModelSource
 from engine.config import ModelConfig, MoeConfig, RopeConfig
 from engine.errors import CheckpointError

@@ -27,6 +27,7 @@ Array = NDArray[Any]
 Module = dict[str, Array]  # the tensors of a linear layer, by the last part of their names
 
 STORAGE = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # safetensors' word: ref's
+BF16_EXPONENT = 0x7F80  # all of its bits are set in what is not finite
 AT_ONCE = 1 << 18  # numbers of a weight that are rounded together: what NumPy makes on the way stays in a cache
 
 
@@ -141,6 +142,13 @@ def to_stored(values: Array, dtype: str) -> Array:
     if dtype == "BF16":
         return bf16_bits(values)
     return values.astype(np.float16 if dtype == "F16" else np.float32)
+
+
+def is_finite(stored: Array) -> bool:
+    """Whether to_stored, or quantize_weight, gave numbers that are finite."""
+    if stored.dtype == np.uint16:
+        return bool(np.all(stored & np.uint16(BF16_EXPONENT) != BF16_EXPONENT))
+    return bool(np.isfinite(stored).all())
 
 
 def _int8(weight: Array, scales: str) -> Module:

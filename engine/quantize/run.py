@@ -15,7 +15,7 @@ from tqdm import tqdm
 from engine.cpu.team import Team
 from engine.errors import ConfigError
 from engine.quantize.calibrate import Windows, build_layers, check_can_walk, walk
-from engine.quantize.encode import STORAGE, quantize_weight, to_stored
+from engine.quantize.encode import STORAGE, is_finite, quantize_weight, to_stored
 from engine.quantize.methods import BITS, METHODS, SHARES, Settings, choose_group_size
 from engine.quantize.plan import Plan
 from engine.quantize.smooth import smooth_piece
@@ -26,7 +26,7 @@ from engine.weights import LinearSpec
 from ref.quant.coded import dequantize_weight
 from ref.quant.gptq_quantize import gptq_quantize
 from ref.quant.groups import GroupedInt
-from ref.quant.scheme import unpack_module
+from ref.quant.scheme import SCALES, unpack_module
 from ref.quant.scheme_config import parse_quantization_config
 
 Array = NDArray[Any]
@@ -132,6 +132,7 @@ class _Job:
     def _gptq_layer(self, spec: LinearSpec, x: Float32) -> Float32:
         """Quantizes a layer by its input x [num_tokens, in], and multiplies x by what it has become."""
         chosen = [module for module, _, _ in spec.modules() if module in self._plan.modules]
+        _require_finite(spec, x)
         if chosen and not self._output.is_done(spec.dest):
             weights = [self._model.weight(spec, module) for module in chosen]
             found = self._round_by_gptq(np.concatenate(weights), self._second_moments(x))
@@ -149,21 +150,22 @@ class _Job:
 
     def _round_by_gptq(self, weight: Float32, hessian: Array) -> GroupedInt:
         settings = self._plan.settings
-        parts = [
-            gptq_quantize(
-                weight[first : first + ROWS_AT_ONCE],
-                hessian,
-                BITS,
-                settings.group_size,
-                symmetric=settings.symmetric,
-                act_order=settings.act_order,
-                damp=settings.damp,
-                block=GPTQ_BLOCK,
-                storage=STORAGE[self._plan.scales],
-                shares=SHARES,
-            )
-            for first in range(0, len(weight), ROWS_AT_ONCE)
-        ]
+        with np.errstate(over="ignore", invalid="ignore"):  # scales that are too large are refused with their module
+            parts = [
+                gptq_quantize(
+                    weight[first : first + ROWS_AT_ONCE],
+                    hessian,
+                    BITS,
+                    settings.group_size,
+                    symmetric=settings.symmetric,
+                    act_order=settings.act_order,
+                    damp=settings.damp,
+                    block=GPTQ_BLOCK,
+                    storage=STORAGE[self._plan.scales],
+                    shares=SHARES,
+                )
+                for first in range(0, len(weight), ROWS_AT_ONCE)
+            ]
         scales = np.concatenate([part.scales for part in parts])
         return GroupedInt(
             BITS,
@@ -192,6 +194,7 @@ class _Job:
         inputs: list[tuple[LinearSpec, Float32]] = []
 
         def multiply(spec: LinearSpec, x: Float32) -> Float32:
+            _require_finite(spec, x)
             inputs.append((spec, x))
             weights = [self._model.weight(spec, module) for module, _, _ in spec.modules()]
             return np.concatenate([self._team.matmul(x, weight.T) for weight in weights], axis=1)
@@ -233,6 +236,12 @@ class _Job:
         self, module: str, weight: Float32, grouped: GroupedInt | None = None, input_absmax: float = 0.0
     ) -> None:
         tensors = quantize_weight(self._plan.settings, self._plan.scales, weight, grouped, input_absmax)
+        scales = next((array for suffix, array in tensors.items() if suffix in SCALES), np.zeros(0, np.float16))
+        if not is_finite(scales):
+            raise ConfigError(
+                f"--method {self._plan.settings.method}: module {module} has numbers up to {np.abs(weight).max():.3g}, "
+                f"whose scales {STORAGE[self._plan.scales]} does not hold; --ignore it, or use int8, fp8 or fp8-block"
+            )
         for suffix, array in tensors.items():
             self._output.write(f"{module}.{suffix}", [array])
 
@@ -242,6 +251,15 @@ class _Job:
     def _commit(self, unit: str) -> None:
         self._output.commit(unit)
         self._bar.update()
+
+
+def _require_finite(spec: LinearSpec, x: Float32) -> None:
+    """Raises ConfigError where the input of a layer is not finite, of which nothing can be learnt."""
+    if not np.isfinite(x).all():
+        raise ConfigError(
+            f"--calibration: with this text {spec.dest} gets {x[~np.isfinite(x)][0]} as an input, so the model is "
+            "damaged or overflows; methods without a text look at the weights alone"
+        )
 
 
 def _stored(piece: Array, dtype: str) -> Array:

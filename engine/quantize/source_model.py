@@ -56,8 +56,13 @@ class SourceModel:
         return "BF16" if self.source.kind == "gguf" else self.tensors[name].dtype
 
     def weight(self, spec: LinearSpec, module: str) -> Float32:
-        """[out_features, in_features] of a module."""
+        """[out_features, in_features] of a module. Raises CheckpointError for numbers that are not finite."""
         weight = self.array(f"{module}.weight")
+        if not np.isfinite(weight).all():
+            raise CheckpointError(
+                f"{self.source.path}: {module}.weight holds {weight[~np.isfinite(weight)][0]}, which no format of 8 or "
+                "4 bits can hold; fetch its files again"
+            )
         return np.ascontiguousarray(weight.T) if spec.transposed else weight
 
     def bias(self, spec: LinearSpec) -> Float32 | None:
@@ -104,11 +109,13 @@ class SourceModel:
         ignore: names of modules, or "re:" and a pattern.
 
         Raises:
-            ConfigError: an entry of ignore names no module.
+            ConfigError: an entry of ignore names no module, or is no regular expression.
         """
         kept = re.compile(rf".*\.({'|'.join(KEPT)})")
         chosen: dict[str, LinearSpec] = {}
         unused = set(ignore)
+        for entry in ignore:
+            _check_pattern(entry)
         for spec in self.weight_map.linears:
             for module, _, _ in spec.modules():
                 named = [entry for entry in ignore if matches(entry, module)]
@@ -139,6 +146,14 @@ class SourceModel:
         for path in sorted(found - left_out):
             if path.is_file():
                 yield path.name, path.read_bytes()
+
+
+def _check_pattern(entry: str) -> None:
+    """Raises ConfigError for "re:" and no regular expression."""
+    try:
+        re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
+    except re.error as error:
+        raise ConfigError(f"--ignore {entry}: is no regular expression: {error}") from error
 
 
 def row_slice(tensor: StoredTensor, first: int, end: int) -> StoredTensor:

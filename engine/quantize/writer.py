@@ -56,10 +56,13 @@ class Output:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the folder holds all of this already."""
-        if not (self.folder / "config.json").exists() or (self.folder / JOURNAL).exists():
-            return False
-        return all(_starts_with(self._path(shard), header) for shard, header in enumerate(self._headers))
+        """Whether the folder holds all of this already. Raises ConfigError where one may not even look."""
+        try:
+            if not (self.folder / "config.json").exists() or (self.folder / JOURNAL).exists():
+                return False
+            return all(self._holds(self._path(shard), shard) for shard in range(len(self._headers)))
+        except OSError as error:
+            raise self.trouble(error) from error
 
     def __enter__(self) -> Output:
         """
@@ -105,7 +108,7 @@ class Output:
                 f"--out {self.folder}: holds {found[0]}, and is nothing that this command with these settings has "
                 "begun; give an empty folder, or a new name"
             )
-        self._journal = open(journal, "a+", encoding="utf-8")  # noqa: SIM115 (closed by __exit__: it holds the lock)
+        self._journal = open(journal, "a+", encoding="utf-8", errors="surrogateescape")  # noqa: SIM115 (by __exit__)
         try:
             fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -113,14 +116,16 @@ class Output:
         self._journal.seek(0)
         text = self._journal.read()
         lines = text.split("\n")
-        if len(lines) > 1 and lines[0] != self._fingerprint:
+        is_ours = lines[0] == self._fingerprint if len(lines) > 1 else self._fingerprint.startswith(text)
+        if not is_ours:
             raise ConfigError(
                 f"--out {self.folder}: holds an unfinished run with other settings, another model or another text; "
                 "repeat that, remove the folder, or give a new name"
             )
         if len(lines) > 1:
             self._done = set(lines[1:-1])
-            self._journal.truncate(len(text.encode()) - len(lines[-1].encode()))  # a line that was cut short
+            cut = "".join(f"{line}\n" for line in lines[:-1])  # without a line that was cut short
+            self._journal.truncate(len(cut.encode(errors="surrogateescape")))
         self._make_files()
         if len(lines) == 1:
             self._journal.truncate(0)
@@ -130,8 +135,13 @@ class Output:
         for shard, header in enumerate(self._headers):
             size = _size(header, self._layouts(shard))
             self._close_if_complete(shard)  # a kill may have come between the last line and this
-            if self._path(shard).exists() or _starts_with(self._part(shard), header):
+            if self._holds(self._path(shard), shard) or self._holds(self._part(shard), shard):
                 continue
+            if any(unit.name in self._done for unit in self._units if self._shard_of[unit.name] == shard):
+                raise ConfigError(
+                    f"--out {self.folder}: {self._path(shard).name} is gone or has been changed since the run that is "
+                    "to go on; remove the folder, or give a new name"
+                )
             if size > (free := shutil.disk_usage(self.folder).free):
                 raise ConfigError(
                     f"--out {self.folder}: {self._path(shard).name} takes {size / 1e6:,.0f} MB, and {free / 1e6:,.0f} "
@@ -224,6 +234,14 @@ class Output:
     def _part(self, shard: int) -> Path:
         return self._path(shard).with_suffix(".safetensors.part")
 
+    def _holds(self, path: Path, shard: int) -> bool:
+        """Whether there is a file with this header, and as large."""
+        header = self._headers[shard]
+        if not path.exists() or path.stat().st_size != _size(header, self._layouts(shard)):
+            return False
+        with open(path, "rb") as file:
+            return file.read(len(header)) == header
+
     def _layouts(self, shard: int) -> list[Layout]:
         return [place.layout for place in self._places.values() if place.shard == shard]
 
@@ -232,13 +250,6 @@ class Output:
 
     def _weight_map(self) -> dict[str, str]:
         return {name: self._path(place.shard).name for name, place in sorted(self._places.items())}
-
-
-def _starts_with(path: Path, header: bytes) -> bool:
-    if not path.exists():
-        return False
-    with open(path, "rb") as file:
-        return file.read(len(header)) == header
 
 
 def _size(header: bytes, layouts: Sequence[Layout]) -> int:

@@ -84,6 +84,7 @@ def test_a_gguf_file_becomes_a_folder(tmp_path: Path) -> None:
         (["--method", "int8", "--group-size", "64"], "--group-size: --method int8 has no groups"),
         (["--method", "int4-rtn", "--group-size", "0"], "--group-size 0: must be a number of columns, or -1"),
         (["--method", "fp8", "--asymmetric"], "--asymmetric: --method fp8 has no zero points"),
+        (["--method", "int8", "--ignore", "re:["], "--ignore re:[: is no regular expression"),
         (["--method", "int4-rtn", "--act-order"], "only GPTQ's own files say which inputs make a group"),
         (["--method", "smoothquant", "--alpha", "1.5"], "--alpha 1.5: must be from 0 to 1"),
         (["--method", "int4-gptq", "--damp", "0"], "--damp 0.0: must be above 0 and below 1"),

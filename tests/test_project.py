@@ -122,6 +122,35 @@ def test_runtime_dependencies_are_those_that_are_imported() -> None:
     check_imports(RUNTIME, dependencies, dependencies | on_demand)
 
 
+COMMANDS = ("engine.serve", "engine.generate", "engine.quantize.__main__", "engine.bench.__main__", "ref.__main__")
+WITHOUT_EXTRAS = """
+import importlib, sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Missing())
+for name in {commands!r}:
+    importlib.import_module(name)
+"""
+
+
+def test_commands_start_without_any_extra() -> None:
+    """What a default install lacks is not there for them: a serving machine has no test packages and maybe no GPU."""
+    extras = pyproject()["project"]["optional-dependencies"]
+    of_extras = distributions([line for name, lines in extras.items() if name != "oracle" for line in lines])
+    of_extras -= distributions(pyproject()["project"]["dependencies"])
+    blocked = {
+        name for name, dists in importlib.metadata.packages_distributions().items() if {*map(normal, dists)} & of_extras
+    }
+    assert {"pytest", "cuda"} <= blocked
+    code = WITHOUT_EXTRAS.format(blocked=blocked, commands=COMMANDS)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_test_dependencies_are_those_that_tests_import() -> None:
     tests = distributions(pyproject()["project"]["optional-dependencies"]["test"])
     dependencies = distributions(pyproject()["project"]["dependencies"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from threadpoolctl import threadpool_limits
 
 from engine.checkpoint.loader import load_weights
@@ -21,6 +23,8 @@ from engine.runner import ModelRunner
 from engine.system import usable_cores
 from engine.weights import WeightMap, Weights
 
+logger = logging.getLogger(__name__)
+
 LIMITS = StepLimits(max_num_seqs=64, max_num_batched_tokens=512)  # unless the user says others
 
 
@@ -30,6 +34,8 @@ class CpuBackend:
     def __init__(self, config: EngineConfig) -> None:
         if config.dtype in ("bfloat16", "float16"):
             raise ConfigError(f"--dtype {config.dtype}: a CPU computes in float32; use auto or float32")
+        if config.w4a8 != "off":
+            logger.warning("--w4a8 %s is left out: it is for GPUs of compute capability 9.0", config.w4a8)
         self._kv_codes = config.kv_codes
         num_threads = config.num_threads or usable_cores()
         threadpool_limits(1, user_api="blas")  # the threads are those of engine.cpu.team

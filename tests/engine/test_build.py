@@ -56,6 +56,11 @@ def test_a_gpu_that_does_not_start(
         make_backend(EngineConfig(device="cuda"), model_config)
 
 
+def test_w4a8_on_a_cpu_is_said_to_be_left_out(model_config: ModelConfig, caplog: pytest.LogCaptureFixture) -> None:
+    make_backend(EngineConfig(device="cpu", w4a8="int8"), model_config)
+    assert "--w4a8 int8 is left out: it is for GPUs" in caplog.text
+
+
 def test_a_cpu_computes_in_float32(tmp_path: Path) -> None:
     folder = rand_model(tmp_path / "model", num_hidden_layers=1)
     with pytest.raises(ConfigError, match="--dtype bfloat16: a CPU computes in float32"):

@@ -23,6 +23,7 @@ from engine.system import usable_cores
 from engine.weights import Coded, LinearSpec, Packed, WeightMap
 from ref.checkpoint import QUANTIZED, STORED, widen
 from ref.quant.coded import CodedWeight, dequantize_weight
+from ref.quant.groups import GroupedInt
 from ref.quant.scheme import SUFFIXES, module_shape, unpack_module
 from ref.quant.scheme_config import QuantConfig, module_scheme
 
@@ -42,6 +43,9 @@ class _Views(Mapping[str, Array]):
         if tensor.dtype not in TYPES:
             raise ValueError(f"{tensor.file.name}: tensor {name} is {tensor.dtype}; known are {', '.join(TYPES)}")
         return map_bytes(tensor).view(TYPES[tensor.dtype]).reshape(tensor.shape)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors  # whatever its type
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -109,10 +113,17 @@ class QuantizedFolder:
         return module_scheme(self._config, module) is not None
 
     def tensor_names(self, module: str) -> list[str]:
-        """Those of the checkpoint that the module's weight is made of, and a bias of zeros, which some writers add."""
+        """Those of the checkpoint that the module's weight is made of, and a bias of zeros, which some writers add.
+
+        Raises:
+            CheckpointError: the bias is of a type that is not known.
+        """
         bias = f"{module}.bias"
         names = [name for suffix in SUFFIXES if (name := f"{module}.{suffix}") in self._tensors]
-        return [*names, bias] if bias in self._tensors and not widen(self._tensors[bias]).any() else names
+        try:
+            return [*names, bias] if bias in self._tensors and not widen(self._tensors[bias]).any() else names
+        except ValueError as error:
+            raise CheckpointError(f"{self._folder}: {error}") from error
 
     def dense(self, module: str, shape: tuple[int, int], transposed: bool = False) -> NDArray[np.float32]:
         """The weight of a module, decoded, [out_features, in_features].
@@ -120,9 +131,11 @@ class QuantizedFolder:
         transposed: where it is in floating point after all, the file has [in_features, out_features].
 
         Raises:
-            CheckpointError: names the module, and the tensor that is missing or wrong.
+            CheckpointError: names the module, and the tensor that is missing or wrong; or a scale is 0 for numbers that
+                are not 0.
         """
         value = self._unpacked(module, shape, transposed)
+        self._refuse_lost_numbers(module, value)
         try:
             with np.errstate(over="ignore", invalid="ignore"):
                 decoded = np.asarray(dequantize_weight(value, np.float32))
@@ -138,14 +151,13 @@ class QuantizedFolder:
         """The tensors of a layer that stays codes, but these themselves: see engine.coded8.
 
         Raises:
-            CheckpointError: as dense; or a scale of 0 for codes that are not 0.
+            CheckpointError: as dense.
         """
         assert spec.coded is not None
         parts, scales = self._parts(spec), []
         for (name, _, _), part in zip(spec.modules(), parts, strict=True):
             scale = np.asarray(part.scale, np.float32)
-            if not scale.all():
-                self._refuse_lost_codes(name, part)
+            self._refuse_lost_numbers(name, part)
             if spec.coded.scale == "channel":
                 scale = np.broadcast_to(scale, part.shape[:1])
             scales.append(scale.reshape(1) if spec.coded.scale == "tensor" else scale)
@@ -154,11 +166,17 @@ class QuantizedFolder:
             tensors["input_scale"] = np.array(parts[0].input_scale, np.float32).reshape(1)
         return tensors
 
-    def _refuse_lost_codes(self, module: str, part: CodedWeight) -> None:
-        """Raises CheckpointError where a scale is 0 and a code is not."""
-        codes = part.codes & 0x7F if part.codes.dtype == np.uint8 else part.codes
-        one = np.asarray(dequantize_weight(replace(part, codes=np.where(codes == 0, 0, 1).astype(codes.dtype))))
-        if np.any((one == 0) & (codes != 0)):
+    def _refuse_lost_numbers(self, module: str, value: Any) -> None:
+        """Raises CheckpointError where a scale is 0 and what it is for is not."""
+        if isinstance(value, GroupedInt) and not value.scales.all():
+            is_lost = (value.scales == 0)[:, value.g_idx] & (value.q != value.zeros[:, value.g_idx])
+        elif isinstance(value, CodedWeight) and not np.asarray(value.scale).all():
+            codes = value.codes & 0x7F if value.codes.dtype == np.uint8 else value.codes
+            one = np.asarray(dequantize_weight(replace(value, codes=np.where(codes == 0, 0, 1).astype(codes.dtype))))
+            is_lost = (one == 0) & (codes != 0)
+        else:
+            return
+        if is_lost.any():
             raise CheckpointError(
                 f"{self._folder}: module {module} has a scale of 0 for numbers that are not 0; fetch its files again"
             )

@@ -168,5 +168,7 @@ def _require_nothing_lost(one: StoredWords, suffix: str) -> None:
 def _integers(tensor: StoredTensor) -> NDArray[np.int64]:
     if tensor.dtype not in INTEGERS:
         raise ValueError(f"{tensor.name} is {tensor.dtype}; expected {' or '.join(INTEGERS)}")
+    if len(tensor.shape) != 1:
+        raise ValueError(f"{tensor.name} has shape {list(tensor.shape)}; expected a list")
     found: NDArray[Any] = map_bytes(tensor).view(INTEGERS[tensor.dtype])
     return found.astype(np.int64)

@@ -30,6 +30,11 @@ def type_name(kernel: str, name: str, array: Array) -> str:
     return found
 
 
+def literal(value: bool) -> str:
+    """As an argument of a C++ template."""
+    return "true" if value else "false"
+
+
 def cache_parts(kernel: str, name: str, cache: KVArray, n_kv_heads: int | None, head_dim: int, dtype: Any) -> Parts:
     """A cache of keys or values: its numbers in this dtype, or codes with their scales (else None); and the C++ type.
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from engine.errors import KernelError
 from engine.kernels.activation import FUNCTIONS
-from engine.kernels.check import ceil_div, require, require_contiguous, stride, type_name
+from engine.kernels.check import ceil_div, literal, require, require_contiguous, stride, type_name
 from engine.kernels.device import Device, Instance
 from engine.kernels.gather_columns import gather_columns
 from engine.kernels.linear_w4_many import linear_w4_many, linear_w4_many_gate_up_act, step_groups
@@ -129,7 +129,7 @@ def _launch_few(kernel: str, x: Array, weight: LinearWeight, activation: str, y:
     most, *choices = next(line for line in CHOICES if num_tokens <= line[0])
     fitting = [few and _fitting(few, most, groups, zeros, device) for few in choices]
     few, num_blocks = _choose(fitting, row_tiles, steps, device)
-    types = f"{type_name(kernel, 'x', x)}, {type_name(kernel, 'y', y)}, {activation}, {_bool(zeros)}"
+    types = f"{type_name(kernel, 'x', x)}, {type_name(kernel, 'y', y)}, {activation}, {literal(zeros)}"
     partials = device.empty((num_blocks, 2, 8 * few.token_tiles, few.rows), np.float32)
     sizes = map(np.int32, (num_tokens, weight.out_features, weight.in_features, shift))
     device.launch(
@@ -196,7 +196,3 @@ def _check(kernel: str, x: Array, weight: LinearWeight, format: str) -> None:
     require_contiguous(kernel, "scales", scales)
     if weight.bias is not None:
         require(kernel, "bias", weight.bias, (out_features,), x.dtype)
-
-
-def _bool(value: bool) -> str:
-    return "true" if value else "false"

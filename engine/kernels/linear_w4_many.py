@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from engine.kernels.activation import FUNCTIONS, gate_up_act
-from engine.kernels.check import ceil_div, type_name
+from engine.kernels.check import ceil_div, literal, type_name
 from engine.kernels.device import Boxes, Device, Instance
 from engine.packed4 import PACKED_GATED
 from engine.weights import LinearWeight
@@ -81,7 +81,7 @@ def linear_w4_dequantize(weight: LinearWeight, dtype: Any, *, device: Device) ->
     tensors = weight.tensors
     gated = weight.format == PACKED_GATED
     kind = type_name("linear_w4_dequantize", "dtype", y)
-    entry = f"linear_w4_dequantize<{kind}, {_bool(gated)}, {_bool('zeros' in tensors)}>"
+    entry = f"linear_w4_dequantize<{kind}, {literal(gated)}, {literal('zeros' in tensors)}>"
     group_size = ceil_div(weight.in_features, tensors["scales"].shape[0])
     device.launch(
         Instance("linear_w4_dequantize", entry),
@@ -101,7 +101,7 @@ def choose(num_tokens: int, out_features: int, device: Device) -> Wgmma:
 def _launch_large(kernel: str, x: Array, weight: LinearWeight, activation: str, y: Array, device: Device) -> None:
     tensors, chosen = weight.tensors, choose(x.shape[0], weight.out_features, device)
     groups, shift = step_groups(weight, chosen.step)
-    types = f"{type_name(kernel, 'x', x)}, {activation}, {_bool('zeros' in tensors)}"
+    types = f"{type_name(kernel, 'x', x)}, {activation}, {literal('zeros' in tensors)}"
     device.launch(
         Instance(chosen.stem, f"{chosen.stem}<{types}, {groups}, {chosen.stages}>"),
         (device.num_sms // 2 * 2,),
@@ -126,7 +126,3 @@ def step_groups(weight: LinearWeight, step: int) -> tuple[int, int]:
         return 1, WHOLE
     groups = max(1, step // group_size)
     return groups, (group_size * groups // step).bit_length() - 1
-
-
-def _bool(value: bool) -> str:
-    return "true" if value else "false"

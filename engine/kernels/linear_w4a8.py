@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from engine.kernels.activation import FUNCTIONS
-from engine.kernels.check import CODE_TYPES, ceil_div, type_name
+from engine.kernels.check import CODE_TYPES, ceil_div, literal, type_name
 from engine.kernels.device import Boxes, Device, Instance
 from engine.kernels.linear_w4_many import linear_w4_many, linear_w4_many_gate_up_act, step_groups
 from engine.kernels.linear_w8_many import dequantized
@@ -67,9 +67,11 @@ def _launch(x: Array, weight: LinearWeight, activation: str, y: Array, device: D
     subtiles = 1 if groups > 1 else 2  # with more groups in a step there are too few registers for the quicker form
     stages = STAGES[subtiles]
     types = f"{type_name('linear_w4a8_sm90', 'y', y)}, {CODE_TYPES[codes.dtype]}, {activation}"
-    zeros = "true" if "zeros" in tensors else "false"
     device.launch(
-        Instance("linear_w4a8_sm90", f"linear_w4a8_sm90<{types}, {zeros}, {groups}, {subtiles}, {stages}>"),
+        Instance(
+            "linear_w4a8_sm90",
+            f"linear_w4a8_sm90<{types}, {literal('zeros' in tensors)}, {groups}, {subtiles}, {stages}>",
+        ),
         (device.num_sms // CLUSTER * CLUSTER,),
         (384,),
         [

@@ -14,7 +14,16 @@ import numpy as np
 from engine.coded8 import COLUMNS, DTYPES, FP8, INT8, TILE
 from engine.errors import KernelError
 from engine.kernels.activation import FUNCTIONS, gate_up_act
-from engine.kernels.check import ceil_div, is_aligned, require, require_aligned, require_contiguous, stride, type_name
+from engine.kernels.check import (
+    ceil_div,
+    is_aligned,
+    literal,
+    require,
+    require_aligned,
+    require_contiguous,
+    stride,
+    type_name,
+)
 from engine.kernels.device import Device, Instance
 from engine.kernels.linear_w8_many import linear_w8_many, linear_w8_many_gate_up_act
 from engine.kernels.quantize import CODES, FP8_BLOCK, quantize_activations
@@ -161,7 +170,7 @@ def launch_few(
     partials = device.empty((num_blocks, 2, 8 * few.token_tiles, few.rows), sums)
     coding = "Decoded" if decoded else CODES[_kind(weight)][0]
     bits = storage if x.itemsize == 2 else "signed char" if weight.format == INT8 else "unsigned char"
-    types = f"{coding}, {bits}, {storage}, {type_name(kernel, 'y', y)}, {activation}, {_bool(blocks)}"
+    types = f"{coding}, {bits}, {storage}, {type_name(kernel, 'y', y)}, {activation}, {literal(blocks)}"
     sizes = (num_tokens, weight.out_features, in_features, int(scale.shape[0] > 1))
     device.launch(
         Instance("linear_w8", f"linear_w8<{types}, {few.row_tiles}, {few.token_tiles}, {few.warps}, {few.stages}>"),
@@ -193,10 +202,6 @@ def _choose(shape: Shape, num_rows: int, device: Device) -> Few:
         else:
             few = replace(few, warps=few.warps // 2)
     return few
-
-
-def _bool(value: bool) -> str:
-    return "true" if value else "false"
 
 
 def _check(kernel: str, x: Array, weight: LinearWeight) -> None:

@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 
+from engine.coded8 import FP8, INT8
 from engine.errors import KernelError
-from engine.kernels.check import ceil_div, require, require_contiguous, stride, type_name
+from engine.kernels.check import ceil_div, literal, require, require_contiguous, stride, type_name
 from engine.kernels.device import Argument, Device, Instance
 from engine.kernels.rmsnorm import row_shape
 
 Array = Any
 
-INT8, FP8, FP8_BLOCK = "int8", "fp8", "fp8_block"  # kinds of ref.quant.fused
+FP8_BLOCK = "fp8_block"  # a kind of ref.quant.fused, as INT8 and FP8 are
 GROUP = 128  # neighbours of a token with a scale of their own, in fp8_block
 PAIRED = 16  # columns whose codes go together, in pairs
 CODES = {INT8: ("signed char", np.int8), FP8: ("e4m3", np.uint8), FP8_BLOCK: ("e4m3", np.uint8)}
@@ -36,7 +37,7 @@ def quantize_activations(
         raise KernelError(f"{kernel}: {x.shape[1]} columns in pairs; expected a multiple of {PAIRED}")
     codes, scales = _answer(kernel, x, kind, input_scale, device)
     arguments = (x, codes, scales, input_scale, np.int32(x.shape[1]), stride(x))
-    _launch(kernel, x, kind, arguments, device, ", true" if pairs else ", false")
+    _launch(kernel, x, kind, arguments, device, f", {literal(pairs)}")
     return codes, scales
 
 
@@ -94,6 +95,5 @@ def _launch(kernel: str, x: Array, kind: str, arguments: tuple[Argument, ...], d
     if not x.size:
         return
     threads, rounds = row_shape(kernel, x)
-    groups = "true" if kind == FP8_BLOCK else "false"
-    entry = f"{kernel}<{CODES[kind][0]}, {groups}, {storage}, {rounds}{more}>"
+    entry = f"{kernel}<{CODES[kind][0]}, {literal(kind == FP8_BLOCK)}, {storage}, {rounds}{more}>"
     device.launch(Instance("quantize", entry), (x.shape[0],), (threads,), arguments)

@@ -9,7 +9,17 @@ import numpy as np
 
 from engine.coded_kv import KVArray
 from engine.errors import KernelError
-from engine.kernels.check import Parts, cache_pair, ceil_div, require, require_contiguous, stride, type_name, width
+from engine.kernels.check import (
+    Parts,
+    cache_pair,
+    ceil_div,
+    literal,
+    require,
+    require_contiguous,
+    stride,
+    type_name,
+    width,
+)
 from engine.kernels.device import Device, Instance
 
 Array = Any
@@ -101,7 +111,7 @@ def _launch(
         arguments.append(np.float32(eps))
     type_ = type_name(kernel, "q", q)
     codes = "" if k_scales is None else f", {cached}"
-    entry = f"{kernel}<{type_}, {str(interleaved).lower()}, {lanes}{codes}>"
+    entry = f"{kernel}<{type_}, {literal(interleaved)}, {lanes}{codes}>"
     device.launch(Instance("rope", entry), grid, (MAX_THREADS,), arguments)
     return q_out
 

@@ -16,7 +16,7 @@ other, so that a thread has both.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ Array = NDArray[Any]
 ROWS, COLUMNS = 64, 128  # what the sizes are filled up to
 SYMMETRIC_ZERO = 8
 PACKED, PACKED_GATED = "packed4", "packed4_gated"  # formats of a LinearWeight
+Layout = Literal["gptq", "awq", "rows"]  # of files: see engine.checkpoint.stored_words
 GROUP_SIZES = (32, 64)  # and 128 times a power of two, or all columns
 
 
@@ -56,6 +57,14 @@ def pack4(q: Array, scales: Array, zeros: Array | None, *, gated: bool = False) 
     if zeros is not None:
         tensors["zeros"] = _by_tile(zeros[rows], np.uint8)
     return tensors
+
+
+def word_shapes(layout: Layout, rows: int, in_features: int, groups: int) -> tuple[tuple[int, int], ...]:
+    """Of the words, scales and zeros that a file has of a module of so many rows."""
+    if layout == "rows":
+        return (rows, in_features // 8), (rows, groups), (rows // 8, groups)
+    words = (in_features // 8, rows) if layout == "gptq" else (in_features, rows // 8)
+    return words, (groups, rows), (groups, rows // 8)
 
 
 def blank4(out_features: int, in_features: int, group_size: int, zeros: bool) -> dict[str, Array]:

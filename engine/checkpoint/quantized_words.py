@@ -11,14 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.checkpoint.stored_tensor import StoredTensor, map_bytes
-from engine.checkpoint.stored_words import Layout, StoredPart, StoredWords, integers_of, mapped
-from engine.packed4 import SYMMETRIC_ZERO
+from engine.checkpoint.stored_words import StoredPart, StoredWords, integers_of, mapped
+from engine.packed4 import SYMMETRIC_ZERO, Layout, word_shapes
 from engine.weights import LinearSpec, WeightMap
 from ref.quant.awq import AwqConfig
 from ref.quant.gptq import GptqConfig
 from ref.quant.scheme_config import Scheme, module_scheme
 
-PER_WORD = 8
 NAMES: dict[Layout, tuple[str, str, str, str]] = {  # of words, scales, zeros, and the groups of columns
     "gptq": ("qweight", "scales", "qzeros", "g_idx"),
     "awq": ("qweight", "scales", "qzeros", "g_idx"),
@@ -79,12 +78,7 @@ def _part(module: str, rows: int, spec: LinearSpec, layout: Layout, tensors: Map
     """With zeros if they are there."""
     assert spec.packed is not None
     names, columns = NAMES[layout][:3], spec.in_features
-    groups = columns // spec.packed.group_size
-    shapes = {
-        "gptq": ((columns // PER_WORD, rows), (groups, rows), (groups, rows // PER_WORD)),
-        "awq": ((columns, rows // PER_WORD), (groups, rows), (groups, rows // PER_WORD)),
-        "rows": ((rows, columns // PER_WORD), (rows, groups), (rows // PER_WORD, groups)),
-    }[layout]
+    shapes = word_shapes(layout, rows, columns, columns // spec.packed.group_size)
     found = [tensors.get(f"{module}.{name}") for name in names]
     optional = layout == "rows" and not spec.packed.zeros
     for name, tensor, shape, kinds in zip(names, found, shapes, KINDS, strict=True):

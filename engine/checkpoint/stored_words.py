@@ -9,14 +9,14 @@ rows    [out, in / 8]         [out / 8, groups]     [out, groups]  8 neighbours 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.checkpoint.stored_tensor import StoredTensor, map_bytes
-from engine.packed4 import SYMMETRIC_ZERO, pack4
+from engine.packed4 import SYMMETRIC_ZERO, Layout, pack4
 from ref.quant.awq import ORDER
 from ref.quant.groups import unpack_words
 
@@ -29,7 +29,6 @@ TYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F32": np.dtype(np.float32),
 }
-Layout = Literal["gptq", "awq", "rows"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from engine.errors import KernelError
-from engine.kernels.check import ceil_div, require, require_contiguous, type_name
+from engine.kernels.check import ceil_div, literal, require, require_contiguous, type_name
 from engine.kernels.device import Device, Instance
-from engine.packed4 import COLUMNS, ROWS
+from engine.packed4 import COLUMNS, ROWS, Layout, word_shapes
 
 Array = Any
 
 MAX_PARTS = 3
 LAYOUTS = {"gptq": "kGptq", "awq": "kAwq", "rows": "kRows"}
-Layout = Literal["gptq", "awq", "rows"]  # see engine.checkpoint.stored_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ def repack4(
             require(kernel, name, array, (size,), np.int32)
             require_contiguous(kernel, name, array)
     weight = device.empty((4 * quads, steps, 32, 4), np.uint32)
-    options = f"{LAYOUTS[layout]}, {'true' if gated else 'false'}"
+    options = f"{LAYOUTS[layout]}, {literal(gated)}"
     device.launch(
         Instance(kernel, f"repack4<{options}>"),
         (steps, quads),
@@ -82,18 +81,10 @@ def repack4(
 
 def blank_part(layout: Layout, rows: int, in_features: int, groups: int, scales: Any, zeros: bool) -> Part:
     """Of zeros, which take no memory before they are touched."""
-    words, of_scales, of_zeros = _shapes(layout, rows, in_features, groups)
+    words, of_scales, of_zeros = word_shapes(layout, rows, in_features, groups)
     return Part(
         rows, np.zeros(words, np.int32), np.zeros(of_scales, scales), np.zeros(of_zeros, np.int32) if zeros else None
     )
-
-
-def _shapes(layout: Layout, rows: int, in_features: int, groups: int) -> tuple[tuple[int, int], ...]:
-    """Of words, scales and zeros."""
-    if layout == "rows":
-        return (rows, in_features // 8), (rows, groups), (rows // 8, groups)
-    words = (in_features // 8, rows) if layout == "gptq" else (in_features, rows // 8)
-    return words, (groups, rows), (groups, rows // 8)
 
 
 def _check(layout: Layout, parts: Sequence[Part], in_features: int, groups: int, gated: bool) -> None:
@@ -109,7 +100,7 @@ def _check(layout: Layout, parts: Sequence[Part], in_features: int, groups: int,
         rows = part.rows
         if rows % 8 or in_features % 8:
             raise KernelError(f"{kernel}: a weight {[rows, in_features]}; expected multiples of 8")
-        words, scales, zeros = _shapes(layout, rows, in_features, groups)
+        words, scales, zeros = word_shapes(layout, rows, in_features, groups)
         require(kernel, "words", part.words, words, np.int32)
         require(kernel, "scales", part.scales, scales)
         if part.scales.dtype != parts[0].scales.dtype or (part.zeros is None) != (parts[0].zeros is None):

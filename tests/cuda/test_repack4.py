@@ -12,10 +12,10 @@ from conformance.golden_models import as_stored, write_stored
 from conformance.host_device import HostDevice
 from conformance.memory import BorderedDevice
 from engine.checkpoint.safetensors_file import read_header
-from engine.checkpoint.stored_words import Layout, StoredPart, StoredWords, mapped, pack_words
+from engine.checkpoint.stored_words import StoredPart, StoredWords, mapped, pack_words
 from engine.errors import KernelError
 from engine.kernels.repack import Part, repack4
-from engine.packed4 import pack4
+from engine.packed4 import Layout, pack4
 from ref.quant.awq import awq_pack
 from ref.quant.compressed_tensors import ct_pack
 from ref.quant.gptq import gptq_pack

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from engine.bench import bookkeeping, load, offline, quality, shapes, soak, streaming, weights
+from engine.bench.model_shapes import QUANTS, SHAPES
 from engine.config import CUDA_ARCHES, EngineConfig
 from engine.errors import GlintError
 from engine.log import set_up_logging
@@ -40,10 +41,10 @@ def _add_offline(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--model", default="starter")
     parser.add_argument(
         "--model-shape",
-        choices=shapes.SHAPES,
+        choices=SHAPES,
         help="in place of a model: its shapes with random weights on the GPU, beside limit and peer",
     )
-    parser.add_argument("--quant", choices=shapes.QUANTS, default="", help="with --model-shape: quantized weights")
+    parser.add_argument("--quant", choices=QUANTS, default="", help="with --model-shape: quantized weights")
     parser.add_argument(
         "--w4a8", choices=("off", "int8", "fp8"), default="off", help="with --quant of 4 bits: as engine.serve's"
     )

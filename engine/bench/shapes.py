@@ -25,75 +25,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from engine.api import GenerationRequest, SamplingParams
+from engine.bench.model_shapes import QUANTS, SHAPES
 from engine.build import build_engine
 from engine.config import CudaArch, EngineConfig
 from engine.errors import ConfigError
 from engine.loop import Engine, drain
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_hidden_layers": 32,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "torch_dtype": "bfloat16",
-    },
-    "qwen2-72b": {
-        "architectures": ["Qwen2ForCausalLM"],
-        "hidden_size": 8192,
-        "intermediate_size": 29568,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "num_hidden_layers": 80,
-        "vocab_size": 152064,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "torch_dtype": "float16",
-    },
-}
-QUANTS: dict[str, dict[str, Any]] = {  # quantization_config
-    "gptq-int4": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False},
-    "gptq-int4-actorder": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": True},
-    "awq-int4": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
-    "int8": {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
-                "input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
-            }
-        },
-        "ignore": ["lm_head"],
-    },
-    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]},
-    "fp8-block": {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": ["lm_head"],
-    },
-}
 W4A8: dict[str, tuple[float | None, float, float | None]] = {  # the limit at 1250 TFLOP/s
     "prefill 512": (58.0, 80.0, 107.0),
     "prefill 2048": (235.0, 320.0, 423.0),
@@ -128,8 +70,6 @@ H200: dict[str, dict[str, tuple[float | None, float, float | None]]] = {
 }
 MORE_IS_BETTER = ("throughput",)
 CONTEXT, DECODED = 1024, 128
-
-
 PREFILLS, BATCHES = (512, 2048, 8192), (1, 8, 16, 32, 64, 128)
 COLD, START, THROUGHPUT = "cold start", "start", "throughput"
 CACHES = ("XDG_CACHE_HOME", "CUPY_CACHE_DIR", "CUDA_CACHE_PATH")  # of our kernels, CuPy's, and the driver's

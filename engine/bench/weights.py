@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.bench.shapes import QUANTS, SHAPES
+from engine.bench.model_shapes import QUANTS, SHAPES
 from engine.checkpoint.loader import load_model_config, load_weights
 from engine.checkpoint.quantized import keep_packed
 from engine.checkpoint.source import resolve

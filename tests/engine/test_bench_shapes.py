@@ -8,6 +8,7 @@ import pytest
 from conformance.golden_models import rand_model
 from engine.bench import shapes
 from engine.bench.__main__ import main
+from engine.bench.model_shapes import QUANTS, SHAPES
 from engine.bench.shapes import Figure
 from engine.checkpoint.loader import load_model_config
 from engine.checkpoint.source import resolve
@@ -52,14 +53,14 @@ def test_prefill_flops() -> None:
 
 
 def test_the_shapes_are_configs_that_are_served(tmp_path: Path) -> None:
-    for name, values in shapes.SHAPES.items():
+    for name, values in SHAPES.items():
         (tmp_path / "config.json").write_text(json.dumps(values))
         config = load_model_config(resolve(str(tmp_path)))
         assert config.n_layers == values["num_hidden_layers"], name
     for key in shapes.H200:
         shape, *quant = key.split(" ")
-        assert shape in shapes.SHAPES
-        assert not quant or quant[0] in shapes.QUANTS
+        assert shape in SHAPES
+        assert not quant or quant[0] in QUANTS
         assert quant[1:] in ([], ["w4a8=int8"], ["w4a8=fp8"])
 
 

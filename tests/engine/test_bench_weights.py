@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.bench import shapes, weights
+from engine.bench import weights
+from engine.bench.model_shapes import QUANTS, SHAPES
 from engine.checkpoint.loader import load_model_config, load_weights
 from engine.checkpoint.quantized import keep_packed
 from engine.checkpoint.source import resolve
@@ -15,9 +16,9 @@ FORMATS = {"": "dense", "gptq-int4": "packed4", "gptq-int4-actorder": "packed4",
 FORMATS |= {"int8": "int8", "fp8": "fp8", "fp8-block": "fp8"}
 
 
-@pytest.mark.parametrize("quant", ["", *shapes.QUANTS])
+@pytest.mark.parametrize("quant", ["", *QUANTS])
 def test_files_are_models(quant: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(shapes.SHAPES, "small", shapes.SHAPES["llama-3.1-8b"] | SMALL)
+    monkeypatch.setitem(SHAPES, "small", SHAPES["llama-3.1-8b"] | SMALL)
     num_bytes = weights.write_folder(tmp_path, "small", quant, 2)
     file_bytes = (tmp_path / "model.safetensors").stat().st_size
     assert num_bytes < file_bytes < num_bytes + 10_000

@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from engine.bench.shapes import SHAPES
+from engine.bench.model_shapes import SHAPES
 from engine.checkpoint.loader import load_model_config
 from engine.checkpoint.source import resolve
 from engine.comm.communicator import OneRank

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from conformance.case import HALVES, Case, Inputs, Kept, Outputs
-from conformance.inputs import guarded, normal
+from conformance.case import HALVES, Case, Inputs, Outputs
+from conformance.inputs import guarded, normal, other_tokens
 from engine.ops import OpTable
 from engine.packed4 import PACKED, PACKED_GATED, pack4, unpack4
 from engine.weights import LinearWeight
@@ -74,7 +74,7 @@ def _case(name: str, shape: Shape) -> Case:
         make_inputs=partial(_inputs, shape=shape),
         reference=reference,
         candidate=candidate,
-        disturb=_disturb,
+        disturb=partial(other_tokens, make=lambda rng, count: normal(rng, count, shape.in_features, scale=10.0)),
         storages=HALVES,
         wide=("y",) if shape.op == "logits" else (),
     )
@@ -105,11 +105,3 @@ def _integers(weight: Array, scales: Array, zeros: Array, order: Array, shape: S
     q[:, order] = sorted_q
     g_idx[order] = np.arange(shape.in_features) // shape.group_size
     return GroupedInt(4, q, by_row, zero, g_idx)
-
-
-def _disturb(inputs: Inputs, rng: np.random.Generator) -> Kept:
-    x = inputs["x"]
-    keep = int(rng.integers(len(x))) if len(x) else 0
-    others = np.arange(len(x)) != keep
-    x[others] = normal(rng, int(others.sum()), x.shape[1], scale=10.0)
-    return {"y": slice(keep, keep + 1)}

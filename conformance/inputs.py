@@ -40,6 +40,20 @@ def guarded(array: Array, num_axes: int | None = None, last: int | None = None) 
     return view
 
 
+def other_tokens(
+    inputs: dict[str, Any], rng: np.random.Generator, make: Callable[[np.random.Generator, int], Array]
+) -> dict[str, Any]:
+    """The disturb of a Case whose tokens do not meet: new rows of x for all but one; that one's row of y must stay.
+
+    make: (generator, num_tokens) → rows of x.
+    """
+    x = inputs["x"]
+    keep = int(rng.integers(len(x))) if len(x) else 0
+    others = np.arange(len(x)) != keep
+    x[others] = make(rng, int(others.sum()))
+    return {"y": slice(keep, keep + 1)}
+
+
 def poison(array: Array) -> Array:
     """Fills an array with what no computation should meet: NaN, the lowest integer, True."""
     if np.issubdtype(array.dtype, np.floating):

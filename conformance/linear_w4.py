@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from conformance.case import HALVES, Case, Inputs, Kept, Outputs
-from conformance.inputs import guarded, normal
+from conformance.case import HALVES, Case, Inputs, Outputs
+from conformance.inputs import guarded, normal, other_tokens
 from engine.ops import OpTable
 from engine.packed4 import PACKED, PACKED_GATED, pack4, unpack4
 from engine.weights import LinearWeight
@@ -101,7 +101,7 @@ def _case(name: str, shape: Shape) -> Case:
         make_inputs=partial(_inputs, shape=shape),
         reference=reference,
         candidate=candidate,
-        disturb=_disturb,
+        disturb=partial(other_tokens, make=lambda rng, count: normal(rng, count, in_features, scale=10.0)),
         storages=HALVES,
         wide=("y",) if shape.op == "logits" else (),
     )
@@ -131,11 +131,3 @@ def _integers(weight: Array, scales: Array, zeros: Array | None, shape: Shape) -
     q, by_row, zero = unpack4(tensors, shape.out_features, shape.in_features, gated=bool(shape.activation))
     size = shape.in_features if shape.group_size == -1 else shape.group_size
     return GroupedInt(4, q, by_row, zero, np.arange(shape.in_features) // size)
-
-
-def _disturb(inputs: Inputs, rng: np.random.Generator) -> Kept:
-    x = inputs["x"]
-    keep = int(rng.integers(len(x))) if len(x) else 0
-    others = np.arange(len(x)) != keep
-    x[others] = normal(rng, int(others.sum()), x.shape[1], scale=10.0)
-    return {"y": slice(keep, keep + 1)}

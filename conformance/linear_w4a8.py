@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from conformance.case import HALVES, Case, Inputs, Kept, Outputs
-from conformance.inputs import guarded, normal
+from conformance.case import HALVES, Case, Inputs, Outputs
+from conformance.inputs import guarded, normal, other_tokens
+from engine.coded8 import FP8, INT8
 from engine.ops import OpTable
 from engine.packed4 import PACKED, PACKED_GATED, pack4, unpack4
 from engine.weights import ActivationKind, LinearWeight
@@ -25,9 +26,6 @@ from ref.quant.int8 import INT8_MAX
 from ref.quant.w4a8 import w4a8_linear
 
 Array = NDArray[Any]
-
-INT8: Final = "int8"
-FP8: Final = "fp8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,7 @@ def _case(name: str, shape: Shape) -> Case:
         make_inputs=partial(_inputs, shape=shape),
         reference=reference,
         candidate=candidate,
-        disturb=partial(_disturb, shape=shape),
+        disturb=partial(other_tokens, make=partial(_activations, shape=shape)),
         storages=HALVES,
     )
 
@@ -130,11 +128,3 @@ def _integers(tensors: dict[str, Array], shape: Shape) -> GroupedInt:
     q, scales, zeros = unpack4(tensors, shape.out_features, shape.in_features, gated=bool(shape.activation))
     size = shape.in_features if shape.group_size == -1 else shape.group_size
     return GroupedInt(4, q, scales, zeros, np.arange(shape.in_features) // size)
-
-
-def _disturb(inputs: Inputs, rng: np.random.Generator, shape: Shape) -> Kept:
-    x = inputs["x"]
-    keep = int(rng.integers(len(x))) if len(x) else 0
-    others = np.arange(len(x)) != keep
-    x[others] = _activations(rng, int(others.sum()), shape)
-    return {"y": slice(keep, keep + 1)}

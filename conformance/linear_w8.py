@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from conformance.case import HALVES, Case, Inputs, Kept, Outputs
-from conformance.inputs import guarded, normal
+from conformance.case import HALVES, Case, Inputs, Outputs
+from conformance.inputs import guarded, normal, other_tokens
 from conformance.tolerance import DECODED_SUM, TENSOR_CORE_SUM
 from engine.ops import OpTable
 from engine.weights import LinearWeight
@@ -134,7 +134,7 @@ def _case(name: str, shape: Shape) -> Case:
         make_inputs=partial(_inputs, shape=shape, zero="zero" in name),
         reference=reference,
         candidate=candidate,
-        disturb=partial(_disturb, shape=shape),
+        disturb=partial(other_tokens, make=partial(_activations, shape=shape)),
         storages=HALVES,
         wide=("scale", "input_scale", *(("y",) if shape.op == "logits" else ())),
         tolerance=TENSOR_CORE_SUM if shape.op == "logits" else DECODED_SUM,
@@ -180,11 +180,3 @@ def _activations(rng: np.random.Generator, num_tokens: int, shape: Shape) -> Arr
             else np.exp2(rng.integers(-8, -3 if shape.activation else 2, (num_tokens, 1))).astype(np.float32)
         )
     return x
-
-
-def _disturb(inputs: Inputs, rng: np.random.Generator, shape: Shape) -> Kept:
-    x = inputs["x"]
-    keep = int(rng.integers(len(x))) if len(x) else 0
-    others = np.arange(len(x)) != keep
-    x[others] = _activations(rng, int(others.sum()), shape)
-    return {"y": slice(keep, keep + 1)}

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 from engine.bench import bookkeeping, load, offline, quality, shapes, soak, streaming, weights
+from engine.bench.arguments import positive, positive_list, report_file_or_output
 from engine.bench.model_shapes import QUANTS, SHAPES
 from engine.config import CUDA_ARCHES, EngineConfig
-from engine.errors import GlintError
+from engine.errors import ConfigError, GlintError
 from engine.log import set_up_logging
 
 
@@ -60,23 +61,29 @@ def _add_offline(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=(),
         help='with --model-shape: only these figures, by name or the first word of it, such as "prefill,decode 1"',
     )
-    parser.add_argument("--batches", type=_numbers, default=(1, 8), help="decode batch sizes, such as 1,8")
-    parser.add_argument("--prefills", type=_numbers, default=(512,), help="prompt lengths")
-    parser.add_argument("--steps", type=_number, default=30, help="decode steps a figure is the median of")
-    parser.add_argument("--threads", type=_number, default=None)
+    parser.add_argument("--batches", type=positive_list, default=(1, 8), help="decode batch sizes, such as 1,8")
+    parser.add_argument("--prefills", type=positive_list, default=(512,), help="prompt lengths")
+    parser.add_argument("--steps", type=positive, default=30, help="decode steps a figure is the median of")
+    parser.add_argument("--threads", type=positive, default=None)
     parser.add_argument(
-        "--json", type=_file, default=None, help="file to write the report to; - for one line on standard output"
+        "--json",
+        type=report_file_or_output,
+        default=None,
+        help="file to write the report to; - for one line on standard output",
     )
     parser.add_argument(
         "--against-transformers", metavar="PYTHON", help="an interpreter with the oracle extra: paired runs"
     )
-    parser.add_argument("--rounds", type=_number, default=3, help="of paired runs")
+    parser.add_argument("--rounds", type=positive, default=3, help="of paired runs")
     parser.set_defaults(run=_run_offline)
 
 
 def _run_offline(arguments: argparse.Namespace) -> int | None:
     if arguments.model_shape is not None:
         return _run_shape(arguments)
+    for name, default in (("quant", ""), ("w4a8", "off"), ("arch", "auto"), ("cold_start", False), ("only", ())):
+        if getattr(arguments, name) != default:
+            raise ConfigError(f"--{name.replace('_', '-')}: is for --model-shape; give one of {', '.join(SHAPES)}")
     longest = max((*arguments.prefills, offline.PROMPT_TOKENS + arguments.steps)) + 8
     config = EngineConfig(
         model=arguments.model,
@@ -125,7 +132,7 @@ def _write(where: str | None, report: str) -> None:
 
 def _add_bookkeeping(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("bookkeeping", help="a step without the model's and the sampler's arithmetic")
-    parser.add_argument("--seqs", type=_number, default=256, help="running sequences")
+    parser.add_argument("--seqs", type=positive, default=256, help="running sequences")
     parser.set_defaults(run=_run_bookkeeping)
 
 
@@ -139,30 +146,6 @@ def _run_bookkeeping(arguments: argparse.Namespace) -> None:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(_number(part) for part in text.split(",") if part)
-    except (ValueError, argparse.ArgumentTypeError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers from 1 on, such as 1,8") from None
-
-
-def _number(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
-    return value
-
-
-def _file(text: str) -> str:
-    """A name, or - for standard output; a place that cannot be written is found before the figures are measured."""
-    if text != "-":
-        try:
-            Path(text).open("a").close()
-        except OSError as error:
-            raise argparse.ArgumentTypeError(f"{text} cannot be written: {error.strerror}") from None
-    return text
 
 
 if __name__ == "__main__":

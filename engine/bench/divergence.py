@@ -9,6 +9,8 @@ The logits before are kept in a file while the other models are run: num_tokens 
 
 from __future__ import annotations
 
+import math
+import os
 import tempfile
 from collections import deque
 from collections.abc import Iterator
@@ -57,6 +59,7 @@ class Divergence:
         """
         try:
             self._file = tempfile.TemporaryFile(prefix="logits-")
+            os.posix_fallocate(self._file.fileno(), 0, 4 * math.prod(self._shape))  # else a full disk is a crash later
             self._kept = np.memmap(self._file, np.float32, "w+", shape=self._shape)
         except OSError as error:
             size = self._shape[0] * self._shape[1] * 4 / 1e6

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.bench.arguments import report_file
 from engine.bench.http_client import Reply, get, post
 from engine.errors import ConfigError
 
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--api-key", default="")
-    parser.add_argument("--json", help="file for the report")
+    parser.add_argument("--json", type=report_file, help="file for the report")
     parser.add_argument("--again", metavar="FILE", help="take everything but the url from an earlier report")
     parser.set_defaults(run=run)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.batch import StepPlan
+from engine.bench.arguments import not_negative, positive, report_file
 from engine.bench.divergence import Divergence, Sums
 from engine.bench.offline import decode_steps
 from engine.build import BuiltEngine, build_engine
@@ -36,6 +38,7 @@ from ref.quant.scheme_config import QuantConfig
 Float32 = NDArray[np.float32]
 
 BLOCK_SIZE = 16
+LARGEST_EXP = math.log(sys.float_info.max)
 # Largest perplexity against that of the model before, by the type of weights, of a model as small as the starter model;
 # larger ones lose less. Rounding is noise of a share r of a weight: 0.7 % in int8 with a scale a row (3.3 standard
 # deviations in 127 steps), 2.6 % in e4m3 (half of the last of 3 bits), 9 to 11 % in int4 in groups of 64. KL grows with
@@ -77,8 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="the model before: a folder, a GGUF file, or starter")
     parser.add_argument("--against", nargs="+", required=True, metavar="MODEL", help="quantized ones of it")
     parser.add_argument("--text", type=Path, help="a text file; by default what ref says of itself")
-    parser.add_argument("--tokens", type=int, default=20_000, help="of the text that are read (20000)")
-    parser.add_argument("--window", type=int, default=512, help="tokens that are read in one go (512)")
+    parser.add_argument("--tokens", type=positive, default=20_000, help="of the text that are read (20000)")
+    parser.add_argument("--window", type=positive, default=512, help="tokens that are read in one go (512)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     parser.add_argument(
@@ -89,9 +92,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "format has them; int8 and fp8: for 4-bit weights too. Those three on a CPU, by ref's definition, and slow",
     )
     parser.add_argument(
-        "--steps", type=int, default=30, help="decode steps that ms/token is the median of (30); 0: none"
+        "--steps", type=not_negative, default=30, help="decode steps that ms/token is the median of (30); 0: none"
     )
-    parser.add_argument("--json", type=Path, help="file to write the report to")
+    parser.add_argument("--json", type=report_file, help="file to write the report to")
     parser.set_defaults(run=run)
 
 
@@ -101,12 +104,12 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: a model or the text cannot be used.
     """
-    if min(arguments.tokens, arguments.window - 1) < 1:
-        raise ConfigError("--tokens must be at least 1 and --window at least 2")
+    if arguments.window < 2:
+        raise ConfigError("--window must be at least 2")
     report = measure(arguments)
     print(table(report))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
+        Path(arguments.json).write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
     return int(not all(row.holds for row in report.rows))
 
 
@@ -135,7 +138,7 @@ def measure(arguments: argparse.Namespace) -> Report:
 
 def _row(source: ModelSource, sums: Sums, ms: float | None, before: float | None) -> Row:
     kind, details = _format(load_model_config(source).quantization)
-    perplexity = math.exp(sums.nll / sums.num_tokens)
+    perplexity = exp(sums.nll / sums.num_tokens)
     return Row(
         model=source.name,
         format=kind + details,
@@ -160,7 +163,13 @@ def _windows(sources: Sequence[ModelSource], path: Path | None, num_tokens: int,
             raise ConfigError(f"--text {path}: cannot be read as UTF-8 text: {error}") from error
     found: list[list[int]] = []
     for source in sources:
-        tokenizer, _ = load_text(source, load_model_config(source).vocab_size)
+        config = load_model_config(source)
+        if length > config.max_position_embeddings:
+            raise ConfigError(
+                f"--window {length}: {source.path} has {config.max_position_embeddings} positions "
+                "(max_position_embeddings)"
+            )
+        tokenizer, _ = load_text(source, config.vocab_size)
         if tokenizer is None:
             raise ConfigError(f"{source.path}: has no tokenizer.json to read a text with")
         found.append(tokenizer.encode(text, add_special_tokens=False))
@@ -169,6 +178,11 @@ def _windows(sources: Sequence[ModelSource], path: Path | None, num_tokens: int,
                 f"{source.path}: its tokenizer cuts the text in other tokens than that of {sources[0].path}"
             )
     return cut_windows(found[0], num_tokens, length, "--text"), name
+
+
+def exp(x: float) -> float:
+    """Infinite where a float is too small for it: a model can be as wrong as that."""
+    return math.inf if x > LARGEST_EXP else math.exp(x)
 
 
 def own_text() -> str:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.bench.answers import Answer, compare, read_answers
+from engine.bench.arguments import report_file
 from engine.bench.http_client import Reply, get, metrics, post
 from engine.errors import ConfigError, RequestFailedError
 
@@ -99,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--api-key", default="")
-    parser.add_argument("--json", help="file for the report")
+    parser.add_argument("--json", type=report_file, help="file for the report")
     parser.set_defaults(run=run)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.bench.arguments import positive, report_file
 from engine.bench.model_shapes import QUANTS, SHAPES
 from engine.checkpoint.loader import load_model_config, load_weights
 from engine.checkpoint.quantized import keep_packed
@@ -60,9 +61,9 @@ class Report:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-shape", choices=SHAPES, default="qwen2-72b")
     parser.add_argument("--quant", choices=("", *QUANTS), default="gptq-int4")
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=positive, default=8)
     parser.add_argument("--folder", default=None, help="where there is room for the files")
-    parser.add_argument("--json", default=None, help="file to write the report to")
+    parser.add_argument("--json", type=report_file, help="file to write the report to")
     parser.set_defaults(run=run)
 
 

@@ -1,8 +1,10 @@
 """The benchmark of quality: its sums by hand, and models of which the answer is known."""
 
 import argparse
+import contextlib
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 
 from engine.bench.__main__ import main
 from engine.bench.divergence import Divergence, Sums, log_softmax
-from engine.bench.quality import BOUNDS, Report, Row, measure, own_text, table
+from engine.bench.quality import BOUNDS, Report, Row, exp, measure, own_text, table
 from engine.errors import ConfigError
 from ref.config import parse_config
 from ref.model.registry import forward
@@ -110,6 +112,45 @@ def test_the_command_fails_where_a_bound_is_passed(
     monkeypatch.setitem(BOUNDS, "int4", 0.0)
     assert main(command) == 1
     assert "PASSED ITS BOUND" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (["--window", "65"], "--window 65: .* has 64 positions"),
+        (["--window", "1"], "--window must be at least 2"),
+        (["--window", "0"], "--window: 0 is below 1"),
+        (["--tokens", "0"], "--tokens: 0 is below 1"),
+        (["--steps", "-1"], "--steps: -1 is below 0"),
+        (["--json", "nowhere/report.json"], "--json: nowhere/report.json cannot be written: No such file"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_before(
+    changed: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("engine.bench.__main__.set_up_logging", lambda role, level: None)
+    monkeypatch.setattr("engine.bench.quality._engine", None)  # nothing may be loaded
+    model = model_with_text(tmp_path / "model")
+    command = ["quality", "--model", str(model), "--against", str(model), "--device", "cpu", "--tokens", "80"]
+    with contextlib.suppress(SystemExit):
+        assert main([*command, *changed]) == 1
+    assert re.search(says, capsys.readouterr().err)
+
+
+def test_a_model_as_wrong_as_can_be() -> None:
+    assert (exp(0.0), exp(709.0), exp(711.0)) == (1.0, math.exp(709.0), math.inf)
+    assert math.isnan(exp(math.nan))
+
+
+@pytest.mark.parametrize(
+    "changed", [["--quant", "int8"], ["--w4a8", "fp8"], ["--arch", "sm_86"], ["--cold-start"], ["--only", "prefill"]]
+)
+def test_what_is_for_shapes_is_not_ignored(
+    changed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("engine.bench.__main__.set_up_logging", lambda role, level: None)
+    assert main(["offline", *changed]) == 1
+    assert f"{changed[0]}: is for --model-shape; give one of llama" in capsys.readouterr().err
 
 
 def test_tokenizers_must_be_alike(tmp_path: Path) -> None:

@@ -208,9 +208,13 @@ MUTANTS = (
         ("sine of the neighbour", "sin = cos_sin[half + number]", "sin = cos_sin[half + (number ^ 1)]"),
         ("rotates the values too", "if (pieces.rotates && !is_value) rotate", "if (pieces.rotates) rotate"),
         ("norms the values too", "if (has_head && !is_value)", "if (has_head)"),
-        ("heads of k swapped with v", "(is_value ? v_cache : k_cache) +", "(is_value ? k_cache : v_cache) +"),
+        (
+            "heads of k swapped with v",
+            "nullptr : (is_value ? v_cache : k_cache) +",
+            "nullptr : (is_value ? k_cache : v_cache) +",
+        ),
         ("padding is stored", "to = slot < 0 ? nullptr : (", "to = slot < -1 ? nullptr : ("),
-        ("slot counts blocks", "(slot * n_kv_heads + head) * head_dim", "(slot * n_kv_heads + head / 2) * head_dim"),
+        ("slot counts blocks", "place = slot * n_kv_heads + head;", "place = slot * n_kv_heads + head / 2;"),
         (
             "pieces of the rest overlap",
             "rotary_dim + 2 * kStep * (lane - num_rotating)",
@@ -226,7 +230,7 @@ MUTANTS = (
             "  float low[kWidth<T>] = {}, high[kWidth<T>] = {};\n  if (has_head) {",
             "  float low[kWidth<T>] = {}, high[kWidth<T>] = {};\n  if (!has_head) return;\n  {",
         ),
-        ("slot of 32 bits", "const index_t slot = slot_mapping[t];", "const int slot = slot_mapping[t];"),
+        ("place of 32 bits", "const index_t place = slot", "const int place = static_cast<int>(slot)"),
         ("sum over all heads of the warp", "warp_sum<kLanes>(squares)", "warp_sum<32>(squares)"),
         ("last pair turned", "if (number >= half) continue;", "if (number >= half - 1) continue;"),
         (

@@ -99,8 +99,8 @@ def test_refusals(x: Any, x_scale: Any, weight: LinearWeight, message: str) -> N
 @pytest.mark.parametrize(
     ("num_tokens", "kind", "group_size", "wanted"),
     [
-        (255, "int8", 128, ["linear_w4_sm90<bf16, kNone, true, 1, 5>"]),
-        (256, "", 128, ["linear_w4_sm90<bf16, kNone, true, 1, 5>"]),
+        (255, "int8", 128, ["linear_w4_narrow_sm90<bf16, kNone, true, 1, 4>"]),
+        (256, "", 128, ["linear_w4_narrow_sm90<bf16, kNone, true, 1, 4>"]),
         (
             256,
             "int8",

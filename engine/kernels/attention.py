@@ -18,6 +18,7 @@ from engine.kernels.check import (
     require,
     require_aligned,
     require_contiguous,
+    require_half,
     stride,
     type_name,
 )
@@ -195,8 +196,7 @@ def _check(
         raise KernelError(
             f"{kernel}: head_dim {head_dim} of q has no kernel; there are {', '.join(map(str, HEAD_DIMS))}"
         )
-    if q.dtype.name not in ("bfloat16", "float16"):
-        raise KernelError(f"{kernel}: q is {q.dtype}; expected bfloat16 or float16")
+    require_half(kernel, "q", q)
     require(kernel, "q", q, (None, n_heads, head_dim))
     if q.shape[0] and stride(q, 1) != head_dim:
         raise KernelError(f"{kernel}: heads of q lie {stride(q, 1)} elements apart; expected {head_dim}")

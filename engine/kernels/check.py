@@ -18,6 +18,7 @@ TYPES = {  # dtype → its name in CUDA C++
     np.dtype(np.float16): "fp16",
     np.dtype(np.float32): "float",
 }
+HALVES = ("bf16", "fp16")
 CODE_TYPES = {CODES["fp8"]: "e4m3", CODES["int8"]: "signed char"}  # of codes
 ALIGNMENT = 16  # bytes
 
@@ -81,6 +82,12 @@ def require(kernel: str, name: str, array: Array, shape: tuple[int | None, ...],
         raise KernelError(f"{kernel}: {name} is {array.dtype}; expected {dtype}")
     if found and found[-1] > 1 and array.strides[-1] != array.itemsize and array.size:
         raise KernelError(f"{kernel}: the last axis of {name} has gaps (strides {array.strides}); make it contiguous")
+
+
+def require_half(kernel: str, name: str, array: Array) -> None:
+    """Raises KernelError unless the array is of one of the two floating types of 16 bits."""
+    if TYPES.get(array.dtype) not in HALVES:
+        raise KernelError(f"{kernel}: {name} is {array.dtype}; expected bfloat16 or float16")
 
 
 def require_contiguous(kernel: str, name: str, array: Array) -> None:

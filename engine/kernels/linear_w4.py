@@ -13,7 +13,7 @@ import numpy as np
 
 from engine.errors import KernelError
 from engine.kernels.activation import FUNCTIONS
-from engine.kernels.check import ceil_div, literal, require, require_contiguous, stride, type_name
+from engine.kernels.check import ceil_div, literal, require, require_contiguous, require_half, stride, type_name
 from engine.kernels.device import Device, Instance
 from engine.kernels.gather_columns import gather_columns
 from engine.kernels.linear_w4_many import linear_w4_many, linear_w4_many_gate_up_act, step_groups
@@ -110,7 +110,10 @@ def _in_order(x: Array, weight: LinearWeight, device: Device) -> Array:
 
 
 def _is_few(x: Array, device: Device) -> bool:
-    """64 tokens of a layer of 72B, on an H200: twice 305 µs here, 562 with wgmma, 1050 with the weight decoded."""
+    """Whether linear_w4 itself takes these tokens.
+
+    64 of a layer of 72B, on an H200: twice 305 µs here, 562 with wgmma, 1050 with the weight decoded.
+    """
     return bool(x.shape[0] <= (FEW_TOKENS_SM90 if device.has_wgmma else FEW_TOKENS))
 
 
@@ -176,6 +179,7 @@ def _check(kernel: str, x: Array, weight: LinearWeight, format: str) -> None:
         raise KernelError(f"{kernel}: the weight is {weight.format}; expected {format}")
     out_features, in_features = weight.out_features, weight.in_features
     require(kernel, "x", x, (None, in_features))
+    require_half(kernel, "x", x)
     if in_features % 8 or int(stride(x)) % 8:
         raise KernelError(f"{kernel}: rows of x are {in_features} numbers, {stride(x)} apart; expected multiples of 8")
     packed, scales, zeros = (weight.tensors.get(name) for name in ("weight", "scales", "zeros"))

@@ -21,6 +21,7 @@ from engine.kernels.check import (
     require,
     require_aligned,
     require_contiguous,
+    require_half,
     stride,
     type_name,
 )
@@ -208,8 +209,7 @@ def _check(kernel: str, x: Array, weight: LinearWeight) -> None:
     """Raises KernelError for arrays that do not fit each other."""
     out_features, in_features = weight.out_features, weight.in_features
     require(kernel, "x", x, (None, in_features))
-    if type_name(kernel, "x", x) == "float":
-        raise KernelError(f"{kernel}: x is float32; expected bfloat16 or float16")
+    require_half(kernel, "x", x)
     if in_features % COLUMNS:
         raise KernelError(f"{kernel}: rows of the weight are {in_features} numbers; expected a multiple of {COLUMNS}")
     stored, scale = (weight.tensors.get(name) for name in ("weight", "scale"))

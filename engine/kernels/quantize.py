@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.coded8 import FP8, INT8
 from engine.errors import KernelError
-from engine.kernels.check import ceil_div, literal, require, require_contiguous, stride, type_name
+from engine.kernels.check import ceil_div, literal, require, require_contiguous, require_half, stride, type_name
 from engine.kernels.device import Argument, Device, Instance
 from engine.kernels.rmsnorm import row_shape
 
@@ -89,11 +89,9 @@ def _answer(kernel: str, x: Array, kind: str, input_scale: Array | None, device:
 
 
 def _launch(kernel: str, x: Array, kind: str, arguments: tuple[Argument, ...], device: Device, more: str = "") -> None:
-    storage = type_name(kernel, "x", x)
-    if storage == "float":
-        raise KernelError(f"{kernel}: x is float32; expected bfloat16 or float16")
+    require_half(kernel, "x", x)
     if not x.size:
         return
     threads, rounds = row_shape(kernel, x)
-    entry = f"{kernel}<{CODES[kind][0]}, {literal(kind == FP8_BLOCK)}, {storage}, {rounds}{more}>"
+    entry = f"{kernel}<{CODES[kind][0]}, {literal(kind == FP8_BLOCK)}, {type_name(kernel, 'x', x)}, {rounds}{more}>"
     device.launch(Instance("quantize", entry), (x.shape[0],), (threads,), arguments)

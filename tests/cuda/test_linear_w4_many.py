@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from engine.errors import KernelError
 from engine.kernels.device import Argument, Boxes, Dims, Instance
 from engine.kernels.linear import linear, linear_gate_up_act
 from engine.kernels.linear_w4_many import NARROW, WIDE
@@ -99,3 +100,9 @@ def test_a_gated_weight_is_one_launch() -> None:
     y = linear_gate_up_act(np.zeros((300, 256), np.float16), packed(512, 256, gated=True), "gelu", device=device)
     assert y.shape == (300, 256)
     assert [instance.entry for instance in device.instances] == ["linear_w4_narrow_sm90<fp16, kGelu, false, 1, 4>"]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 300])
+def test_float32_is_refused(num_tokens: int) -> None:
+    with pytest.raises(KernelError, match="linear_w4: x is float32; expected bfloat16 or float16"):
+        linear(np.zeros((num_tokens, 256), np.float32), packed(64, 256), device=Hopper())

@@ -20,7 +20,7 @@ Array = NDArray[Any]
 
 INT8: Final = "int8"  # formats of a LinearWeight
 FP8: Final = "fp8"
-TILE = 128
+TILE = 128  # rows and columns of a scale of a weight in blocks, columns of one of x
 COLUMNS = 16  # in_features is a multiple of
 DTYPES = {INT8: np.dtype(np.int8), FP8: np.dtype(np.uint8)}
 FP8_NAN = 0x7F  # without its sign

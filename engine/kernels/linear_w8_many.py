@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from engine.coded8 import DTYPES, TILE
 from engine.kernels.activation import FUNCTIONS, gate_up_act
 from engine.kernels.check import CODE_TYPES, ceil_div, is_aligned, require, require_contiguous, type_name
 from engine.kernels.device import Boxes, Device, Instance
@@ -19,9 +20,9 @@ from engine.weights import LinearWeight
 
 Array = Any
 
-BLOCK = 128  # rows and columns of a scale of a weight in blocks, columns of one of x
 STEP = 128  # columns of a step of linear_w8_sm90
 ROWS = 64  # of a product of it
+OUTS = 128  # rows of the weight of a block; with a gate half are gates
 CLUSTER = 2  # blocks
 STAGES = {1: 6, 2: 4}  # by the products a warpgroup has
 COLUMNS = 1024  # of a block of linear_w8_dequantize and linear_w8_scale
@@ -50,9 +51,9 @@ def linear_w8_many(x: Array, x_scale: Array | None, weight: LinearWeight, *, dev
         _scaled(_sums(x, weight.tensors["weight"], device), x_scale, weight, y, device)
         return y
     number = ml_dtypes.bfloat16 if y.dtype == np.float32 else y.dtype
-    numbers = x if x_scale is None else dequantized(x, x_scale, (1, BLOCK), number, device)
-    scale_rows = BLOCK if scale.ndim == 2 else ceil_div(weight.out_features, scale.shape[0])
-    scale_columns = BLOCK if scale.ndim == 2 else ceil_div(weight.in_features, BLOCK) * BLOCK
+    numbers = x if x_scale is None else dequantized(x, x_scale, (1, TILE), number, device)
+    scale_rows = TILE if scale.ndim == 2 else ceil_div(weight.out_features, scale.shape[0])
+    scale_columns = TILE if scale.ndim == 2 else ceil_div(weight.in_features, TILE) * TILE
     stored = dequantized(weight.tensors["weight"], scale, (scale_rows, scale_columns), numbers.dtype, device)
     device.matmul(numbers, stored, y)
     if weight.bias is not None:
@@ -76,11 +77,11 @@ def _check(x: Array, x_scale: Array | None, weight: LinearWeight) -> None:
     """Raises KernelError for arrays that do not fit each other."""
     kernel, stored = "linear_w8_many", weight.tensors["weight"]
     out_features, in_features = weight.out_features, weight.in_features
-    require(kernel, "weight", stored, (out_features, in_features), np.int8 if weight.format == "int8" else np.uint8)
+    require(kernel, "weight", stored, (out_features, in_features), DTYPES[weight.format])
     require_contiguous(kernel, "weight", stored)
     require(kernel, "x", x, (None, in_features), None if x_scale is None else stored.dtype)
-    scale, blocks = weight.tensors["scale"], ceil_div(in_features, BLOCK)
-    tiles = ceil_div(out_features, BLOCK), blocks
+    scale, blocks = weight.tensors["scale"], ceil_div(in_features, TILE)
+    tiles = ceil_div(out_features, TILE), blocks
     shape: tuple[int, ...] = tiles if scale.ndim == 2 else (1 if scale.shape[0] == 1 else out_features,)
     require(kernel, "scale", scale, shape, np.float32)
     require_contiguous(kernel, "scale", scale)
@@ -95,7 +96,7 @@ def _suits(x: Array, weight: LinearWeight, y: Array, device: Device) -> bool:
     size, gated = y.shape[1], y.shape[1] != weight.out_features
     if not device.has_wgmma or y.dtype == np.float32 or weight.in_features % 16 or size % 8:
         return False
-    if gated and weight.tensors["scale"].ndim == 2 and size % (BLOCK // 2):
+    if gated and weight.tensors["scale"].ndim == 2 and size % (OUTS // 2):
         return False
     return is_aligned(x) and is_aligned(weight.tensors["weight"])
 
@@ -120,7 +121,7 @@ def _launch(x: Array, x_scale: Array, weight: LinearWeight, activation: str, y: 
 
 def _subtiles(y: Array, gated: bool, device: Device) -> int:
     """The larger tiles, unless the smaller ones leave fewer SMs idle at the end."""
-    pairs, clusters = ceil_div(y.shape[1], CLUSTER * (BLOCK // 2 if gated else BLOCK)), device.num_sms // CLUSTER
+    pairs, clusters = ceil_div(y.shape[1], CLUSTER * (OUTS // 2 if gated else OUTS)), device.num_sms // CLUSTER
     rounds = {subtiles: ceil_div(ceil_div(y.shape[0], 2 * ROWS * subtiles) * pairs, clusters) for subtiles in STAGES}
     return 2 if 2 * rounds[2] <= rounds[1] else 1
 

@@ -89,7 +89,7 @@ def load_weights(
     """
     store = HostStore() if store is None else store
     if load_format == "dummy":
-        weights, copies = _allocate(weight_map, store)
+        weights, _ = _allocate(weight_map, store)
         weights = fill_randomly(weights, weight_map, seed, store)
         logger.info("made %d MB of random weights from seed %d", weights.num_bytes // 10**6, seed)
         return weights

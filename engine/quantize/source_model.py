@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -231,9 +230,3 @@ def _gguf_files(metadata: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
     words["chat_template"] = metadata.get("tokenizer.chat_template")
     kept = {name: value for name, value in words.items() if value is not None}
     yield "tokenizer_config.json", json.dumps(kept, indent=2, ensure_ascii=False).encode()
-
-
-def same_folder(model: SourceModel, out: Path) -> bool:
-    """Whether out is the folder of the model, or of its file."""
-    folder = model.source.path if model.source.kind == "folder" else model.source.path.parent
-    return out.exists() and out.resolve() == folder.resolve()

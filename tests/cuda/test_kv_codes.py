@@ -103,11 +103,17 @@ def paged(kind: KVKind) -> dict[str, Any]:
 
 
 def problem(device: HostDevice, kind: KVKind) -> str:
-    """What is wrong with the last queries by attention_prefill, and with the very last by attention_decode."""
+    """What is wrong with the last queries by attention_prefill, and with the very last by attention_decode.
+
+    The latter is asked by more sequences than there are SMs, so that a warp has several chunks, one after the other.
+    """
     given, lens, bounds = paged(kind), np.array([NUM_TOKENS], np.int32), np.array([0, NUM_QUERIES], np.int32)
     q, table = given["q"], given["block_table"]
     caches = given["k_cache"], given["v_cache"]
-    decoded = attention_decode(q[-1:], *caches, table, lens, 0.125, device=device)
+    same = device.num_sms + 1
+    decoded = attention_decode(
+        q[-1:].repeat(same, 0), *caches, table.repeat(same, 0), lens.repeat(same), 0.125, device=device
+    )
     prefilled = attention_prefill(q, *caches, table, bounds, lens, 0.125, device=device)
     numbers = [kv_dequantize(x.codes, x.scales).astype(np.float64) for x in caches]
     truth = attention.attention_prefill(q.astype(np.float64), *numbers, table, bounds, lens, 0.125)

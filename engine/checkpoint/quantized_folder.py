@@ -21,7 +21,7 @@ from engine.checkpoint.stored_words import StoredWords
 from engine.errors import CheckpointError
 from engine.system import usable_cores
 from engine.weights import Coded, LinearSpec, Packed, WeightMap
-from ref.checkpoint import QUANTIZED, STORED, widen
+from ref.checkpoint import QUANTIZED, STORED, is_float, widen
 from ref.quant.coded import CodedWeight, dequantize_weight
 from ref.quant.groups import GroupedInt
 from ref.quant.scheme import SUFFIXES, module_shape, unpack_module
@@ -198,8 +198,9 @@ class QuantizedFolder:
     def _unpacked(self, module: str, shape: tuple[int, int], transposed: bool = False) -> Any:
         try:
             stored = module_shape(self._tensors, self._config, module)
-            is_float = transposed and f"{module}.weight" in self._tensors
-            wanted = shape[::-1] if is_float else shape
+            weight = self._tensors.get(f"{module}.weight") if transposed else None
+            turned = weight is not None and is_float(weight)
+            wanted = shape[::-1] if turned else shape
             if tuple(stored) != wanted:
                 raise CheckpointError(
                     f"{self._folder}: module {module} is {list(stored)}, wanted {list(wanted)} by the config"
@@ -207,4 +208,4 @@ class QuantizedFolder:
             value = unpack_module(self._tensors, self._config, module)
         except (ValueError, IndexError) as error:
             raise CheckpointError(f"{self._folder}: {error}") from error
-        return widen(value).T if is_float and isinstance(value, np.ndarray) else value
+        return widen(value).T if turned and isinstance(value, np.ndarray) else value

@@ -91,8 +91,8 @@ OPTIONS = (
     Option(
         "w4a8",
         text,
-        "quantize the activations of long prompts where weights have 4 bits: quicker from 256 tokens a step on, on a "
-        "GPU of compute capability 9.0",
+        "quantize the activations of steps of 256 tokens and more where weights have 4 bits, on a GPU of compute "
+        "capability 9.0: quicker, as measured from 512 on",
         metavar="off|int8|fp8",
     ),
     Option("load_format", text, "dummy fills the weights from the seed instead of the files", metavar="auto|dummy"),

@@ -25,9 +25,12 @@ from engine.bench.arguments import positive, report_file
 from engine.bench.model_shapes import QUANTS, SHAPES
 from engine.checkpoint.loader import load_model_config, load_weights
 from engine.checkpoint.quantized import keep_packed
+from engine.checkpoint.safetensors_file import ITEM_BITS
 from engine.checkpoint.source import resolve
+from engine.coded8 import INT8, TILE
 from engine.errors import ConfigError
 from engine.models.registry import ARCHITECTURES
+from engine.packed4 import Layout, word_shapes
 from engine.system import cache_dir
 from engine.weights import LinearSpec, WeightMap
 
@@ -38,7 +41,6 @@ POOL_BYTES = 64 << 20  # of random bytes, which are written again and again
 GOAL = 0.7  # of the rate of a copy
 NUM_COPIES = 32
 MASKS = {"I32": 0xFF, "I8": 0xFF, "F8_E4M3": 0xBF, "F16": 0xBF, "BF16": 0xBF}  # below 2: nothing is NaN
-ITEM_BYTES = {"I32": 4, "I8": 1, "F8_E4M3": 1, "F16": 2, "BF16": 2, "F32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,7 @@ def write_folder(folder: Path, shape: str, quant: str, layers: int) -> int:
     tensors = dict(_tensors(ARCHITECTURES[model_config.architecture].weight_map(model_config), quant))
     header, offset = {}, 0
     for name, (dtype, sizes, _) in tensors.items():
-        size = ITEM_BYTES[dtype] * math.prod(sizes)
+        size = math.prod(sizes) * ITEM_BITS[dtype] // 8
         header[name] = {"dtype": dtype, "shape": list(sizes), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header).encode()
@@ -152,7 +154,7 @@ def write_folder(folder: Path, shape: str, quant: str, layers: int) -> int:
     with open(folder / "model.safetensors", "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for dtype, sizes, values in tensors.values():
-            left = ITEM_BYTES[dtype] * math.prod(sizes)
+            left = math.prod(sizes) * ITEM_BITS[dtype] // 8
             if values is not None:
                 file.write(np.ascontiguousarray(np.broadcast_to(values, sizes)).tobytes())
                 continue
@@ -181,13 +183,13 @@ def _tensors(weight_map: WeightMap, quant: str) -> Iterator[tuple[str, tuple[str
 def _module(spec: LinearSpec, rows: int, quant: str) -> dict[str, tuple[str, tuple[int, ...], Array | None]]:
     columns = spec.in_features
     if spec.packed is not None:
-        groups = columns // spec.packed.group_size
-        awq = quant.startswith("awq")
+        layout: Layout = "awq" if quant.startswith("awq") else "gptq"
+        words, of_scales, of_zeros = word_shapes(layout, rows, columns, columns // spec.packed.group_size)
         zeros = None if spec.packed.zeros else np.array(0x77777777, np.int32)
         tensors: dict[str, tuple[str, tuple[int, ...], Array | None]] = {
-            "qweight": ("I32", (columns, rows // 8) if awq else (columns // 8, rows), None),
-            "qzeros": ("I32", (groups, rows // 8), zeros),
-            "scales": ("F16", (groups, rows), np.array(0.01, np.float16)),
+            "qweight": ("I32", words, None),
+            "qzeros": ("I32", of_zeros, zeros),
+            "scales": ("F16", of_scales, np.array(0.01, np.float16)),
         }
         if spec.packed.order != "stored":
             g_idx = np.random.default_rng(columns).permutation(columns) // spec.packed.group_size
@@ -196,10 +198,10 @@ def _module(spec: LinearSpec, rows: int, quant: str) -> dict[str, tuple[str, tup
     assert spec.coded is not None
     one = np.array(1e-4, np.float32)
     if spec.coded.scale == "block":
-        scale = {"weight_scale_inv": ("F32", (-(-rows // 128), -(-columns // 128)), one)}
+        scale = {"weight_scale_inv": ("F32", (-(-rows // TILE), -(-columns // TILE)), one)}
     else:
         scale = {"weight_scale": ("F32", (rows, 1), one)}
-    return {"weight": ("I8" if spec.coded.kind == "int8" else "F8_E4M3", (rows, columns), None), **scale}
+    return {"weight": ("I8" if spec.coded.kind == INT8 else "F8_E4M3", (rows, columns), None), **scale}
 
 
 def _copy_rate(cupy: Any, stream: Any, num_bytes: int) -> float:

@@ -228,7 +228,14 @@ class _Job:
                 self._write_module(module, weight, input_absmax=input_absmax)
             elif self._plan.method.smooth:
                 name = f"{module}.weight"
-                stored = to_stored(weight.T if spec.transposed else weight, self._plan.as_is(name).dtype)
+                dtype = self._plan.as_is(name).dtype
+                with np.errstate(over="ignore"):
+                    stored = to_stored(weight.T if spec.transposed else weight, dtype)
+                if not is_finite(stored):
+                    raise ConfigError(
+                        f"--ignore {module}: smoothing makes its weight larger than {STORAGE[dtype]} holds; quantize "
+                        "it too, or give a smaller --alpha"
+                    )
                 self._output.write(name, [stored])
         self._commit(spec.dest)
 

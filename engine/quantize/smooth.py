@@ -43,17 +43,27 @@ def smooth_piece(
         names: of arrays by id.
 
     A norm is divided by the factors and rounded as it is stored; the weights are then multiplied by what it was in
-    fact divided by, so that its rounding costs nothing.
+    fact divided by, so that its rounding costs nothing. A channel whose quotient the type does not hold, as it would be
+    infinity or 0, is left as it is.
     """
     readers = [spec for spec, x in inputs if x is hidden]
     weights = [model.weight(spec, module) for spec in readers for module, _, _ in spec.modules()]
     factors = smoothing_factors(calibrate([hidden]), weights, alpha).astype(np.float32)
-    dtype = model.stored_dtype(names[id(piece.norm.weight)])
-    norm = np.asarray(piece.norm.weight)
-    smoothed = np.asarray(round_to(smooth_norm(norm, factors), STORAGE[dtype]), np.float32)
-    usable = np.isfinite(smoothed) & (smoothed != 0) & (norm != 0)
-    factors = np.where(usable, norm / np.where(usable, smoothed, 1), factors).astype(np.float32)
-    norms = {names[id(piece.norm.weight)]: smoothed}
-    if piece.norm.bias is not None:
-        norms[names[id(piece.norm.bias)]] = smooth_norm(piece.norm.bias, factors)
+    arrays = {
+        names[id(array)]: np.asarray(array) for array in (piece.norm.weight, piece.norm.bias) if array is not None
+    }
+    for name, array in arrays.items():
+        found = _divided(array, factors, model.stored_dtype(name))
+        is_held = np.isfinite(found) & ((found != 0) == (array != 0))
+        factors = np.where(is_held, factors, np.float32(1))
+    (name, norm), *others = arrays.items()
+    smoothed = _divided(norm, factors, model.stored_dtype(name))
+    factors = np.where(smoothed != 0, norm / np.where(smoothed != 0, smoothed, 1), factors).astype(np.float32)
+    norms = {name: smoothed} | {name: smooth_norm(array, factors) for name, array in others}
     return Smoothed(norms, factors, frozenset(spec.dest for spec in readers))
+
+
+def _divided(array: Float32, factors: Float32, dtype: str) -> Float32:
+    """As it is stored."""
+    with np.errstate(over="ignore"):
+        return np.asarray(round_to(smooth_norm(array, factors), STORAGE[dtype]), np.float32)

@@ -10,6 +10,7 @@ from conformance.golden_models import llama_config, llama_tensors, write_checkpo
 from engine.errors import CheckpointError, ConfigError
 from engine.quantize.methods import METHODS
 from engine.quantize.writer import JOURNAL
+from ref.checkpoint import read_checkpoint
 from tests.engine.quantize.small import SIZES, content, make, small_model
 from tests.engine.quantize.test_run import Killed, kill_after
 
@@ -86,3 +87,20 @@ def test_a_text_with_which_the_model_overflows(method: str, tmp_path: Path) -> N
     found = np.full((1, 16), 3, np.int32)
     with np.errstate(all="ignore"), pytest.raises(ConfigError, match=r"--calibration: with this text .* gets nan"):
         make(model, tmp_path / "out", method, windows=found)
+
+
+@pytest.mark.parametrize("alpha", [0.5, 1.0])
+def test_qnt_07_smoothing_stays_within_float16(alpha: float, tmp_path: Path) -> None:
+    """A channel that is always 0 has a factor of 1e-5 with alpha 1, by which a norm of 1 would be infinite."""
+    config = llama_config(torch_dtype="float16", **SIZES)
+    tensors = llama_tensors(config, 7)
+    tensors["model.embed_tokens.weight"][:, 5] = 0
+    tensors["model.layers.0.input_layernorm.weight"][5] = 1
+    tensors["model.layers.0.input_layernorm.weight"][6] = 6e-8  # which 2 makes 0
+    out = make(write_checkpoint(tmp_path / "model", config, tensors), tmp_path / "out", "smoothquant", {"alpha": alpha})
+    stored = read_checkpoint(out, None)
+    before = read_checkpoint(tmp_path / "model", None)
+    for name, tensor in stored.items():
+        if name.endswith("layernorm.weight"):
+            assert np.isfinite(tensor).all(), name
+            np.testing.assert_array_equal(tensor == 0, before[name] == 0, name)

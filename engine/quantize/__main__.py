@@ -15,6 +15,8 @@ from engine.quantize.methods import METHODS, Settings
 from engine.quantize.run import SHARD_BYTES, quantize
 from engine.quantize.source_model import open_model
 
+ALPHA, DAMP = 0.5, 0.01
+
 logger = logging.getLogger(__name__)
 
 
@@ -69,6 +71,12 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--asymmetric: --method {arguments.method} has no zero points")
     if arguments.act_order and arguments.method != "int4-gptq":  # compressed-tensors has given up groups of others
         raise ConfigError("--act-order: only GPTQ's own files say which inputs make a group; use --method int4-gptq")
+    if arguments.ignore and method.packing == "plain":
+        raise ConfigError(f"--ignore: --method {arguments.method} quantizes nothing")
+    if arguments.alpha != ALPHA and not method.smooth:
+        raise ConfigError(f"--alpha: --method {arguments.method} does not smooth")
+    if arguments.damp != DAMP and method.calibration != "hessian":
+        raise ConfigError(f"--damp: --method {arguments.method} is without GPTQ")
     if not 0 <= arguments.alpha <= 1:
         raise ConfigError(f"--alpha {arguments.alpha}: must be from 0 to 1")
     if not 0 < arguments.damp < 1:
@@ -108,9 +116,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--asymmetric", action="store_true", help="4 bits: with zero points (awq-rtn always has them)")
     parser.add_argument("--act-order", action="store_true", help="GPTQ: the inputs that matter most come first")
     parser.add_argument(
-        "--damp", type=float, default=0.01, help="GPTQ: share of the mean that joins the diagonal (0.01)"
+        "--damp", type=float, default=DAMP, help=f"GPTQ: share of the mean that joins the diagonal ({DAMP})"
     )
-    parser.add_argument("--alpha", type=float, default=0.5, help="SmoothQuant: how much moves into the weights (0.5)")
+    parser.add_argument(
+        "--alpha", type=float, default=ALPHA, help=f"SmoothQuant: how much moves into the weights ({ALPHA})"
+    )
     parser.add_argument(
         "--ignore", action="append", default=[], metavar="MODULE", help='a module, or "re:" and a pattern; repeatable'
     )

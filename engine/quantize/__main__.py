@@ -11,11 +11,9 @@ from pathlib import Path
 from engine.errors import ConfigError, GlintError
 from engine.log import set_up_logging
 from engine.quantize.calibrate import read_windows
-from engine.quantize.methods import METHODS, Settings
+from engine.quantize.methods import ALPHA, DAMP, METHODS, Settings
 from engine.quantize.run import SHARD_BYTES, quantize
 from engine.quantize.source_model import open_model
-
-ALPHA, DAMP = 0.5, 0.01
 
 logger = logging.getLogger(__name__)
 

@@ -98,7 +98,7 @@ inline unsigned transposed(unsigned x, HOST_SITE_PARAMETERS) {
   return (low >> shift & 0xffffu) | (high >> shift & 0xffffu) << 16;
 }
 template <typename T>
-inline float fma_of_halves(unsigned a, unsigned b, unsigned c, int shift) {  // rounded to float before it is to T
+float fma_of_halves(unsigned a, unsigned b, unsigned c, int shift) {  // rounded to float before it is to T
   const auto half = [shift](unsigned x) { return to_float(T{static_cast<unsigned short>(x >> shift)}); };
   return std::fma(half(a), half(b), half(c));
 }

@@ -55,14 +55,14 @@ ATTENTION = mutants(
     (
         "attention_decode",
         "last block lost",
-        "*cache.shape[2:])[:, :longest]",
-        "*cache.shape[2:])[:, : (longest - 1) // cache.shape[1] * cache.shape[1] or longest]",
+        "*shape[2:])[:, :longest]",
+        "*shape[2:])[:, : (longest - 1) // shape[1] * shape[1] or longest]",
     ),
     (
         "attention_decode",
         "blocks in order of number",
-        "np.maximum(block_table[:, : -(-longest // cache.shape[1])], 0)",
-        "np.sort(np.maximum(block_table[:, : -(-longest // cache.shape[1])], 0))",
+        "np.maximum(block_table[:, : -(-longest // shape[1])], 0)",
+        "np.sort(np.maximum(block_table[:, : -(-longest // shape[1])], 0))",
     ),
     ("attention_decode", "groups put back in reverse", "out[rows] =", "out[rows[::-1]] ="),
     (
@@ -160,9 +160,9 @@ ROPE = mutants(
 )
 KV_CACHE = mutants(
     "kv_cache",
-    ("kv_cache_write", "keys for values", "[slot_mapping] = v", "[slot_mapping] = k"),
-    ("kv_cache_write", "in the slots of other tokens", "[slot_mapping] = k", "[slot_mapping[::-1]] = k"),
-    ("kv_cache_write", "last token lost", "[slot_mapping] = v", "[slot_mapping[:-1]] = v[:-1]"),
+    ("kv_cache_write", "keys for values", "[slot_mapping] = stored", "[slot_mapping] = k"),
+    ("kv_cache_write", "in the slots of other tokens", "[slot_mapping] = stored", "[slot_mapping[::-1]] = stored"),
+    ("kv_cache_write", "last token lost", "[slot_mapping] = stored", "[slot_mapping[:-1]] = stored[:-1]"),
 )
 LAYERNORM = mutants(
     "layernorm",

@@ -168,7 +168,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_two_halves_of_ptx_have_the_same_functions() -> None:
-    """include/ptx.cuh for a GPU and host/ptx.h for a CPU."""
+    """include/ptx.cuh for a GPU and host/ptx.h for a CPU, which has nothing of what GPUs have from sm_89 on."""
     names = [
         set(re.findall(pattern, (host_build.CUDA / file).read_text("utf-8").split("}  // namespace host")[-1]))
         for file, pattern in (
@@ -176,7 +176,7 @@ def test_the_two_halves_of_ptx_have_the_same_functions() -> None:
             ("host/ptx.h", r"(?m)(?:^inline [\w*]+ |^HOST_\w+\()(\w+)(?:\(|,)"),
         )
     ]
-    assert names[0] - {"shared_address"} == names[1]
+    assert names[0] - {"shared_address", "halves_of_e4m3"} == names[1]
 
 
 def test_a_library_cut_short_is_built_again(tmp_path: Path) -> None:

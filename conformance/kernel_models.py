@@ -55,11 +55,11 @@ MODELS: dict[str, Config] = {
     "cpm1": {**FAMILY_GOLDENS["cpm1"], "n_embd": 256},
 }
 KV_CODES: dict[str, tuple[KVKind, str]] = {  # caches of codes: turned, windowed, normed, in pairs, and as they are
-    "llama3": ("fp8", "bfloat16"),
-    "mistral": ("int8", "bfloat16"),
+    "llama3": ("int8", "float16"),
+    "mistral": ("int8", "float16"),
     "qwen3": ("fp8", "float16"),
-    "command_r": ("fp8", "bfloat16"),
-    "cpm1": ("int8", "float16"),
+    "command_r": ("int8", "bfloat16"),
+    "cpm1": ("fp8", "bfloat16"),
 }
 LOGITS = tuple(f"logits{i}" for i in range(len(PROMPT_LENGTHS)))
 

@@ -63,9 +63,9 @@ CPU_THREADS = 3  # more than one, so that matrix products are shared out, and od
 TARGETS = ("golden", "cpu", "host", "gpu")
 KERNEL_TARGETS = ("host", "gpu")
 QUICK = (  # words of names: ends that are easy to miss
-    *("penalties-all", "odd", "wider-than-a-block", "one-short-of-16-bytes", "gqa", "dim80", "padding", "nine-tokens"),
-    *("seventeen-tokens", "splits", "chunks", "forward-llama3", "all-ties", "logprobs-20"),
-    *("edits-spread", "gated-eight-tokens"),
+    *("penalties-all", "odd", "wider-than-a-block", "one-short-of-16-bytes", "gqa", "padding"),
+    *("seventeen-tokens", "splits", "prefill-chunks", "forward-llama3", "all-ties", "logprobs-20"),
+    "edits-spread",
 )
 NO_KERNEL = "there is no kernel for it yet"
 

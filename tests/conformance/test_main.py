@@ -140,7 +140,7 @@ def test_a_quick_run_has_some_of_everything(capsys: pytest.CaptureFixture[str]) 
     _, lines, _ = run(capsys, "--target", "gpu", "--list", "--quick")
     stems = {case.stem for case in command.cases("gpu")}
     assert {line.split()[0] for line in lines if "left out" not in line} == stems
-    assert len(lines) < 300
+    assert len(lines) < 250
 
 
 def test_the_sizes_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

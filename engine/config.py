@@ -1,6 +1,6 @@
 """The frozen configurations, built once and passed by constructor; nothing is ever changed in place.
 
-ModelConfig says what the checkpoint is, EngineConfig how it is served.
+ModelConfig says what the checkpoint is, EngineConfig how it is served, ParallelConfig which part of it a rank has.
 """
 
 from __future__ import annotations
@@ -79,8 +79,31 @@ class PrefixLmConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """Which part of a model a rank has. Rank 0 is in the last stage, where the logits are; the last ranks embed."""
+
+    rank: int = 0
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def tp_rank(self) -> int:
+        """Among the ranks that share the layers of a stage."""
+        return self.rank % self.tensor_parallel_size
+
+    @property
+    def stage(self) -> int:
+        """0 has the first layers."""
+        return self.pipeline_parallel_size - 1 - self.rank // self.tensor_parallel_size
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Geometry and constants fixed by the checkpoint."""
+    """Geometry and constants fixed by the checkpoint; or of the smaller model that a rank has, see engine.split."""
 
     architecture: str  # "LlamaForCausalLM"
     n_layers: int
@@ -115,6 +138,23 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()  # config.json and generation_config.json together
     default_sampling: dict[str, Any] = field(default_factory=dict)  # from generation_config.json
+    stage_layers: range | None = None  # those of this rank's stage; None: all
+    vocab_first: int | None = None  # the id of the first row that this rank's embedding has; None: it has all
+
+    @property
+    def layers(self) -> range:
+        """The layers that this rank has, by their numbers in the checkpoint."""
+        return range(self.n_layers) if self.stage_layers is None else self.stage_layers
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank embeds tokens."""
+        return self.layers.start == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the final norm and the head."""
+        return self.layers.stop == self.n_layers
 
     @property
     def rotary_dim(self) -> int:
@@ -127,6 +167,34 @@ class ModelConfig:
     def soft_prompt_ids(self) -> tuple[int, ...]:
         """What stands before every prompt."""
         return () if self.prefix_lm is None else self.prefix_lm.soft_prompt_ids
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """How ranks share the model, and which part is this rank's.
+
+    Layers are cut into pipeline_parallel_size stages, and each layer among the tensor_parallel_size ranks of a stage.
+    Rank 0 is in the last stage: it has the logits, so it schedules, samples and answers; the embedding, which is
+    stage 0, is on the last ranks.
+    """
+
+    rank: int = 0
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def tp_rank(self) -> int:
+        """Which share of each layer."""
+        return self.rank % self.tensor_parallel_size
+
+    @property
+    def stage(self) -> int:
+        """Which run of layers; 0 has the first."""
+        return self.pipeline_parallel_size - 1 - self.rank // self.tensor_parallel_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +236,8 @@ class EngineConfig:
     allowed_origins: tuple[str, ...] = ()  # web pages that may call the server from a browser
     chat_template: str | None = None
     shutdown_grace_s: float = 5.0
+    tensor_parallel_size: int | None = None  # ranks that share each layer; None: chosen for the ranks there are
+    pipeline_parallel_size: int | None = None  # stages, each with a run of layers; None: as above
 
     def step_limits(self, defaults: StepLimits) -> StepLimits:
         """What is asked for, or else the defaults of the machine, each within the other where only one is given."""
@@ -229,6 +299,8 @@ _INT_RANGES: tuple[tuple[str, int, int], ...] = (  # the upper ends keep a slip 
     ("max_waiting", 1, 2**31 - 1),
     ("max_logprobs", 0, 2**24),
     ("num_threads", 1, 1024),
+    ("tensor_parallel_size", 1, 4096),
+    ("pipeline_parallel_size", 1, 4096),
 )
 _MAY_BE_NONE = (
     "max_model_len",
@@ -236,6 +308,8 @@ _MAY_BE_NONE = (
     "num_threads",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
 )
 
 

@@ -49,6 +49,9 @@ def build_engine(config: EngineConfig, faults: Faults | None = None, progress: b
     Raises:
         ConfigError, CheckpointError: the model cannot be served; the message says why.
     """
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if (getattr(config, name) or 1) > 1:
+            raise ConfigError(f"--{name.replace('_', '-')}: a model runs on one rank for now")
     source = resolve(config.model)
     model_config = load_model_config(source)
     logger.info("%s: %s", source.name, summary(model_config))

@@ -53,8 +53,9 @@ def test_spellings_are_unique_and_none_is_called_lacking() -> None:
         ("--max-num-seqs 8 --max_num_batched_tokens=64", {"max_num_seqs": 8, "max_num_batched_tokens": 64}),
         ("--max-queued-requests 5 --shutdown-timeout 0.5", {"max_waiting": 5, "shutdown_grace_s": 0.5}),
         ("--device cpu --dtype float32 --load-format dummy --seed 7", {"device": "cpu", "dtype": "float32"}),
-        ("-tp 1 -pp 1 --kv-cache-dtype auto --dual-stream off --allreduce auto", {}),
-        ("--tensor-parallel 1 --pipeline-parallel=1 --enable-chunked-prefill", {}),
+        ("--kv-cache-dtype auto --dual-stream off --allreduce auto --enable-chunked-prefill", {}),
+        ("-tp 1 -pp 2", {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}),
+        ("--tensor-parallel 8 --pipeline-parallel=1", {"tensor_parallel_size": 8, "pipeline_parallel_size": 1}),
         ("--gpu-memory-utilization 1 --reserve-memory-mb 2000", {"reserve_memory_mb": 2000}),
         ("--kv-cache-dtype fp8", {"kv_cache_dtype": "fp8", "kv_codes": "fp8"}),
         ("--kv_cache_dtype=fp8_e4m3", {"kv_codes": "fp8"}),
@@ -85,8 +86,8 @@ def test_accepted(argv: str, expected: dict[str, Any]) -> None:
         ("--dtype float8", "--dtype is 'float8'; it must be one of"),
         ("--max-num-batched-tokens 8 --max-num-seqs 9", "--max-num-batched-tokens is 8, below max_num_seqs 9"),
         ("--root-path api/", "--root-path is 'api/'"),
-        ("-tp 2", "--tensor-parallel-size 2 is not served yet: the model runs on one rank; leave it out or use 1"),
-        ("--pipeline-parallel 4", "--pipeline-parallel-size 4 is not served yet"),
+        ("-tp 0", "--tensor-parallel-size is 0; it must be 1 to 4096"),
+        ("--pipeline-parallel 5000", "--pipeline-parallel-size is 5000; it must be 1 to 4096"),
         ("--kv-cache-dtype fp8_e5m2", "--kv-cache-dtype is 'fp8_e5m2'; it must be one of auto, fp8, fp8_e4m3, int8"),
         ("--gpu-memory-utilization 1.5", "must be a share above 0 and at most 1"),
         ("--reserve-memory-mb -1", "--reserve-memory-mb is -1; it must be 0 to 16777216"),
@@ -118,7 +119,7 @@ def test_refused(argv: str, says: str) -> None:
 
 
 def test_all_problems_are_listed_at_once() -> None:
-    lines = refusal("--port", "x", "-tp", "2", "--enforce-eager", "--seeed", "1").splitlines()
+    lines = refusal("--port", "x", "-tp", "0", "--enforce-eager", "--seeed", "1").splitlines()
     assert [line.split()[0] for line in lines] == ["--enforce-eager", "--seeed", "--port", "--tensor-parallel-size"]
     lines = refusal("--port", "-1", "--device", "x", "--max-waiting", "0").splitlines()
     assert [line.split()[0] for line in lines] == ["--port", "--max-waiting", "--device"]
@@ -153,6 +154,7 @@ def test_config_file(tmp_path: Path, suffix: str) -> None:
         enable_prefix_caching=False,
         api_key=("k",),
         shutdown_grace_s=2.0,
+        tensor_parallel_size=1,
     )
     assert parse_args(["--config", str(path)]) == expected
     argv = ["--max-num-seqs", "9", "--config", str(path), "--enable-prefix-caching", "--served-model-name", "c"]
@@ -173,7 +175,7 @@ def test_config_file(tmp_path: Path, suffix: str) -> None:
         ({"port": True}, "cannot be True"),
         ({"model": 5}, "it must be a text"),
         ({"enable-prefix-caching": "yes"}, "it must be true or false"),
-        ({"tensor-parallel-size": 2}, "--tensor-parallel-size in"),
+        ({"tensor-parallel-size": "x"}, "--tensor-parallel-size in"),
         ({"port": 70000}, "--port is 70000"),
         ([1], "must hold one table of flags, not list"),
     ],
@@ -242,12 +244,12 @@ def test_keywords_of_python_callers() -> None:
     config = config_from_keywords(model="dir", max_model_len="4k", tensor_parallel_size=1, served_model_name="one")
     assert (config.model, config.max_model_len, config.served_model_name) == ("dir", 4000, ("one",))
     with pytest.raises(ConfigError) as caught:
-        config_from_keywords(model="dir", max_waitin=1, tensor_parallel_size=8, block_size=0)
+        config_from_keywords(model="dir", max_waitin=1, tensor_parallel_size=0, block_size=0)
     said = str(caught.value).splitlines()
     assert len(said) == 3
     assert "did you mean max_waiting" in said[0]
-    assert said[1].startswith("--tensor-parallel-size 8")
-    assert said[2].startswith("--block-size")
+    assert said[1].startswith("--block-size")
+    assert said[2].startswith("--tensor-parallel-size is 0")
 
 
 def test_a_value_that_cannot_be_read_hides_no_other_problem() -> None:

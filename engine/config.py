@@ -79,29 +79,6 @@ class PrefixLmConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ParallelConfig:
-    """Which part of a model a rank has. Rank 0 is in the last stage, where the logits are; the last ranks embed."""
-
-    rank: int = 0
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-
-    @property
-    def world_size(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
-    @property
-    def tp_rank(self) -> int:
-        """Among the ranks that share the layers of a stage."""
-        return self.rank % self.tensor_parallel_size
-
-    @property
-    def stage(self) -> int:
-        """0 has the first layers."""
-        return self.pipeline_parallel_size - 1 - self.rank // self.tensor_parallel_size
-
-
-@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Geometry and constants fixed by the checkpoint; or of the smaller model that a rank has, see engine.split."""
 

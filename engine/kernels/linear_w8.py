@@ -68,10 +68,11 @@ class Few:
         return self.warps * self.stages * stage + parts + x + 4 * num_tokens * (num_steps if blocks else 1)
 
 
-CHOICES = (  # (most tokens, sizes), as measured on an H200
-    (8, (Few(2, 1, 8, 4, 1), Few(3, 1, 8, 3, 1))),
-    (16, (Few(2, 2, 8, 3, 1),)),
-    (32, (Few(2, 4, 8, 2, 1),)),
+CHOICES = (  # (most tokens, sizes), as measured on an H200 through the kernels of a layer of an 8B model
+    (2, Few(2, 1, 8, 4, 1)),
+    (8, Few(2, 1, 8, 3, 1)),
+    (16, Few(2, 2, 8, 3, 1)),
+    (32, Few(2, 4, 8, 2, 1)),
 )
 MIN_STAGES = 2
 FLOAT32 = np.dtype(np.float32)
@@ -161,7 +162,7 @@ def launch_few(
     decoded, blocks = not _has_cores(weight, device), scale.ndim == 2
     whole = x.itemsize == 2 and not decoded
     shape = (num_tokens, num_steps, blocks, whole, x.itemsize)
-    few = _choose(shape, weight.out_features, device)
+    few = _choose(shape, device)
     tiles, room = ceil_div(weight.out_features, few.rows), few.blocks_per_sm * device.num_sms
     idle = few.most_rows(weight.out_features, device) - weight.out_features / device.num_sms
     split = idle * in_features > IDLE_BYTES
@@ -188,13 +189,9 @@ def launch_few(
 Shape = tuple[int, int, bool, bool, int]  # arguments of Few.shared_bytes
 
 
-def _choose(shape: Shape, num_rows: int, device: Device) -> Few:
-    """Of the sizes in the line of CHOICES that holds those that give an SM the fewest rows at most; with fewer blocks,
-    stages or warps if it has too little shared memory."""
-    num_tokens, _, blocks, _, _ = shape
-    found = next(sizes for most, sizes in CHOICES if num_tokens <= most)
-    fitting = (few for few in found if not blocks or TILE % few.rows == 0)
-    few = min(fitting, key=lambda few: few.most_rows(num_rows, device))
+def _choose(shape: Shape, device: Device) -> Few:
+    """The sizes for so many tokens, with fewer blocks, stages or warps if there is too little shared memory."""
+    few = next(few for most, few in CHOICES if shape[0] <= most)
     while few.shared_bytes(*shape) > few.room(device):
         if few.blocks_per_sm > 1:
             few = replace(few, blocks_per_sm=few.blocks_per_sm - 1)

@@ -109,8 +109,9 @@ def make_runner(
     cache = make_kv_cache(model.cache_specs, num_blocks, BLOCK_SIZE, store.dtype, store.full, kv_codes)
     rope = RopeTable(config.rope, config.rotary_dim, max(map(len, prompts)))
     sampler = Sampler(config.vocab_size, 1, ops.sampling)
-    forward = EagerForward(model, make_comm(ops), cache, rope, len(prompts))
-    return ModelRunner(model, forward, cache, rope, sampler, ops.sampling)
+    comm = make_comm(ops)
+    forward = EagerForward(model, comm, cache, rope, len(prompts))
+    return ModelRunner(model, forward, comm, cache, rope, sampler, ops.sampling)
 
 
 def run_chunks(runner: ModelRunner, prompts: Prompts, chunks: Sequence[int]) -> list[Array]:

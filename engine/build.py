@@ -150,10 +150,11 @@ def _assemble(
     num_rows = len(soft_prompt_ids) + max_model_len
     cache = backend.make_cache(model, memory)
     rope = RopeTable(model.config.rope, model.config.rotary_dim, num_rows)
-    forward = backend.make_forward(limits, model, OneRank(backend.ops), cache, rope, num_rows)
+    comm = OneRank(backend.ops)
+    forward = backend.make_forward(limits, model, comm, cache, rope, num_rows)
     sampling = backend.ops.sampling
     sampler = Sampler(model.config.vocab_size, limits.max_num_seqs, sampling)
-    runner = ModelRunner(model, forward, cache, rope, sampler, sampling)
+    runner = ModelRunner(model, forward, comm, cache, rope, sampler, sampling)
     backend.warm_up(runner)
     shares = config.enable_prefix_caching and not soft_prompt_ids  # read both ways, a prompt's keys depend on its end
     blocks = BlockManager(memory.num_blocks, config.block_size, shares)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.batch import ForwardBatch, StepPlan, build_batch, token_positions, token_sequences
-from engine.comm.communicator import OneRank
+from engine.comm.communicator import Communicator
 from engine.kv_cache import KVCache
 from engine.models.model import Model
 from engine.rope_table import RopeTable
@@ -25,7 +25,10 @@ class Forward(Protocol):
         ...
 
     def __call__(self, batch: ForwardBatch) -> Array:
-        """Final-normed hidden states, [num_tokens, hidden_size]; padding may follow. Writes the KV of its tokens."""
+        """Final-normed hidden states, [num_tokens, hidden_size]; padding may follow. Writes the KV of its tokens.
+
+        In a stage that is not the last: the residual, which has been sent on.
+        """
         ...
 
     def rows(self, hidden: Array, indices: NDArray[np.int32]) -> Array:
@@ -40,11 +43,10 @@ class Forward(Protocol):
 class EagerForward:
     """Op by op, on arrays of any target whose index tables are NumPy's: what a CPU does."""
 
-    def __init__(self, model: Model, comm: OneRank, cache: KVCache, rope: RopeTable, num_slots: int) -> None:
+    def __init__(self, model: Model, comm: Communicator, cache: KVCache, rope: RopeTable, num_slots: int) -> None:
         self._last_ids = np.zeros(num_slots, np.int32)
         self._model, self._comm, self._cache, self._rope = model, comm, cache, rope
-        norms = [piece.norm for piece in model.pieces] + [model.final_norm]
-        self._first_norm, self._next_norms = norms[0], norms[1:]
+        self._norms = [piece.norm for piece in model.pieces] + [model.final_norm] * comm.is_last
 
     def batch(self, plan: StepPlan) -> ForwardBatch:
         rope_rows = self._rope.rows(token_positions(plan), plan.rope_lens[token_sequences(plan)])
@@ -55,12 +57,17 @@ class EagerForward:
         return replace(batch, token_ids=token_ids)
 
     def __call__(self, batch: ForwardBatch) -> Array:
-        residual = self._model.embed(batch)
-        hidden = self._comm.norm(residual, self._first_norm)
-        for piece, norm in zip(self._model.pieces, self._next_norms, strict=True):
+        comm, pieces = self._comm, self._model.pieces
+        residual = comm.reduce(self._model.embed(batch)) if comm.is_first else comm.receive(batch.num_tokens)
+        hidden = comm.norm(residual, self._norms[0])
+        for piece, norm in zip(pieces, self._norms[1:], strict=False):
             partial = piece.forward(hidden, batch, self._cache)
-            hidden, residual = self._comm.reduce_add_norm(partial, residual, norm)
-        return hidden
+            hidden, residual = comm.reduce_add_norm(partial, residual, norm)
+        if comm.is_last:
+            return hidden
+        residual = comm.reduce_add(pieces[-1].forward(hidden, batch, self._cache), residual)
+        comm.send(residual)
+        return residual
 
     def rows(self, hidden: Array, indices: NDArray[np.int32]) -> Array:
         return hidden[indices]

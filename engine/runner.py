@@ -1,6 +1,7 @@
-"""Computes a step: StepPlan → ForwardBatch → pieces → logits → sampled ids. Every rank runs the same.
+"""Computes a step: StepPlan → ForwardBatch → pieces → logits → sampled ids.
 
-Takes plans from the loop; knows nothing of requests, queues or text.
+Takes plans from the loop; knows nothing of requests, queues or text. Where a model is split, rank 0 has the runner, and
+hands each plan to the other ranks, which follow: their part of the forward pass and of the logits.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from engine.api import TokenLogprob
 from engine.batch import StepPlan
+from engine.comm.communicator import Communicator
 from engine.forward import Forward
 from engine.kv_cache import KVCache
 from engine.models.model import Model
@@ -23,6 +25,7 @@ from engine.sampler import Draw, Sampler, prompt_logprobs
 
 Array = Any
 LogitsHook = Callable[[Array, NDArray[np.int32]], None]  # (logits, slots); for fault injection in tests
+Publish = Callable[[StepPlan], None]  # hands a plan to the ranks that follow
 
 PROMPT_LOGPROB_ROWS = 64  # logits rows made at once for prompt logprobs, to bound memory
 
@@ -54,17 +57,27 @@ class StartedStep:
 
 
 class ModelRunner:
-    """Holds the model, its cache and the sampler's rows; one step at a time."""
+    """Holds the model, its cache and the sampler's rows; one step at a time. Of ranks, rank 0 alone has one."""
 
     def __init__(
-        self, model: Model, forward: Forward, cache: KVCache, rope: RopeTable, sampler: Sampler, ops: SamplingOps
+        self,
+        model: Model,
+        forward: Forward,
+        comm: Communicator,
+        cache: KVCache,
+        rope: RopeTable,
+        sampler: Sampler,
+        ops: SamplingOps,
+        publish: Publish = lambda plan: None,
     ) -> None:
         self.model = model
         self.forward = forward
         self.cache = cache
         self.rope = rope
         self.sampler = sampler
+        self._comm = comm
         self._ops = ops
+        self._publish = publish
         self._prompt_scores: dict[int, PromptScores] = {}
 
     def score_prompt(self, slot: int, scores: PromptScores) -> None:
@@ -85,12 +98,13 @@ class ModelRunner:
 
         A token id below 0 is batch.unknown_id(slot): what the step before samples in that slot.
         """
+        self._publish(plan)
         hidden = self.forward(self.forward.batch(plan))
         scores = self._score_prompts(plan, hidden)
         rows = np.flatnonzero(plan.samples)
         if not len(rows):
             return StartedStep(None, scores)
-        logits = self.model.logits(self.forward.rows(hidden, plan.cu_seqlens_q[rows + 1] - np.int32(1)))
+        logits = self._logits(self.forward.rows(hidden, last_rows(plan)))
         slots = plan.slots[rows]
         if logits_hook is not None:
             logits_hook(logits, slots)
@@ -106,27 +120,53 @@ class ModelRunner:
         return StepResult(sampled.token_ids.tolist(), sampled.logprobs, sampled.errors, started.prompt_logprobs)
 
     def prompt_logits(self, plan: StepPlan) -> Iterator[NDArray[np.float32]]:
-        """Runs the model on a plan for nothing but the logits of all its tokens, on the host: [num_rows, vocab_size] in
-        the order of the tokens, PROMPT_LOGPROB_ROWS at a time."""
+        """Runs the model on a plan for nothing but the logits that it asks for without sampling, on the host:
+        [num_rows, vocab_size] in the order of the tokens, PROMPT_LOGPROB_ROWS at a time at most."""
+        self._publish(plan)
         hidden = self.forward(self.forward.batch(plan))
-        for low in range(0, plan.num_tokens, PROMPT_LOGPROB_ROWS):
-            high = min(low + PROMPT_LOGPROB_ROWS, plan.num_tokens)
-            yield self._ops.start_copy(self.model.logits(hidden[low:high]))()
+        for _, rows in scored_rows(plan):
+            yield self._ops.start_copy(self._logits(hidden[rows]))()
 
     def _score_prompts(self, plan: StepPlan, hidden: Array) -> dict[int, list[TokenLogprob]]:
         """Logprobs of the prompt token after each row that has one."""
         found: dict[int, list[TokenLogprob]] = {}
-        if not self._prompt_scores:
-            return found
-        num_prompt_rows = plan.num_logits - plan.samples
-        for row in np.flatnonzero(num_prompt_rows).tolist():
-            slot, start, count = int(plan.slots[row]), int(plan.starts[row]), int(num_prompt_rows[row])
+        for row, rows in scored_rows(plan):
+            slot, first = int(plan.slots[row]), int(plan.starts[row] - plan.cu_seqlens_q[row])
             scores = self._prompt_scores[slot]
-            first = int(plan.cu_seqlens_q[row])
-            next_ids = scores.prompt_ids[start + 1 : start + 1 + count]
-            found[slot] = []
-            for low in range(0, count, PROMPT_LOGPROB_ROWS):
-                high = min(low + PROMPT_LOGPROB_ROWS, count)
-                logits = self.model.logits(hidden[first + low : first + high])
-                found[slot] += prompt_logprobs(logits, next_ids[low:high], scores.num_top, self._ops)
+            next_ids = scores.prompt_ids[first + rows.start + 1 : first + rows.stop + 1]
+            logits = self._logits(hidden[rows])
+            found.setdefault(slot, []).extend(prompt_logprobs(logits, next_ids, scores.num_top, self._ops))
         return found
+
+    def _logits(self, rows: Array) -> Array:
+        """[num_rows, hidden_size] → [num_rows, vocab_size]."""
+        logits = self._comm.gather_logits(self.model.logits(rows))
+        assert logits is not None, "the runner is rank 0's"
+        return logits
+
+
+def follow(plan: StepPlan, model: Model, forward: Forward, comm: Communicator) -> None:
+    """This rank's share of a step that rank 0 computes: the same calls of comm in the same order."""
+    hidden = forward(forward.batch(plan))
+    if not comm.is_last:
+        return
+    for _, rows in scored_rows(plan):
+        comm.gather_logits(model.logits(hidden[rows]))
+    if plan.samples.any():
+        comm.gather_logits(model.logits(forward.rows(hidden, last_rows(plan))))
+
+
+def last_rows(plan: StepPlan) -> NDArray[np.int32]:
+    """Where in the step's tokens the last of each sequence that samples is."""
+    return plan.cu_seqlens_q[1:][plan.samples] - np.int32(1)
+
+
+def scored_rows(plan: StepPlan) -> Iterator[tuple[int, slice]]:
+    """(sequence, where in the step's tokens) of tokens whose logits are wanted for prompt logprobs, as many as are made
+    at once."""
+    num_scored = plan.num_logits - plan.samples
+    for row in np.flatnonzero(num_scored).tolist():
+        first = int(plan.cu_seqlens_q[row])
+        last = first + int(num_scored[row])
+        for low in range(first, last, PROMPT_LOGPROB_ROWS):
+            yield row, slice(low, min(low + PROMPT_LOGPROB_ROWS, last))

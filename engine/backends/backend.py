@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from engine.checkpoint.source import ModelSource
-from engine.comm.communicator import OneRank
+from engine.comm.communicator import Communicator
 from engine.config import EngineConfig, StepLimits
 from engine.forward import Forward
 from engine.kv_cache import KVCache
@@ -40,7 +40,7 @@ class Backend(Protocol):
         ...
 
     def make_forward(
-        self, limits: StepLimits, model: Model, comm: OneRank, cache: KVCache, rope: RopeTable, num_positions: int
+        self, limits: StepLimits, model: Model, comm: Communicator, cache: KVCache, rope: RopeTable, num_positions: int
     ) -> Forward:
         """Computes steps on this machine."""
         ...

@@ -9,7 +9,7 @@ from threadpoolctl import threadpool_limits
 from engine.checkpoint.loader import load_weights
 from engine.checkpoint.prepare import prepare_weights
 from engine.checkpoint.source import ModelSource
-from engine.comm.communicator import OneRank
+from engine.comm.communicator import Communicator
 from engine.config import EngineConfig, ModelConfig, StepLimits
 from engine.errors import ConfigError
 from engine.forward import EagerForward, Forward
@@ -57,7 +57,7 @@ class CpuBackend:
         return make_kv_cache(model.cache_specs, plan.num_blocks, plan.block_size, codes=self._kv_codes)
 
     def make_forward(
-        self, limits: StepLimits, model: Model, comm: OneRank, cache: KVCache, rope: RopeTable, num_positions: int
+        self, limits: StepLimits, model: Model, comm: Communicator, cache: KVCache, rope: RopeTable, num_positions: int
     ) -> Forward:
         return EagerForward(model, comm, cache, rope, limits.max_num_seqs)
 

@@ -15,7 +15,7 @@ from engine.checkpoint.loader import load_weights
 from engine.checkpoint.quantized import keep_packed
 from engine.checkpoint.source import ModelSource
 from engine.coded8 import FP8
-from engine.comm.communicator import OneRank
+from engine.comm.communicator import Communicator, OneRank
 from engine.config import EngineConfig, ModelConfig, StepLimits
 from engine.errors import ConfigError, KernelError
 from engine.forward import Forward
@@ -146,7 +146,7 @@ class CudaBackend:
         return make_kv_cache(model.cache_specs, num_blocks, block_size, self._dtype, cupy.zeros, self._kv_codes)
 
     def make_forward(
-        self, limits: StepLimits, model: Model, comm: OneRank, cache: KVCache, rope: RopeTable, num_positions: int
+        self, limits: StepLimits, model: Model, comm: Communicator, cache: KVCache, rope: RopeTable, num_positions: int
     ) -> Forward:
         forward = self._forward(limits, model, comm, cache, num_positions, rope)
         with _room_for("CUDA graphs", GONE):
@@ -180,7 +180,7 @@ class CudaBackend:
         self,
         limits: StepLimits,
         model: Model,
-        comm: OneRank,
+        comm: Communicator,
         cache: KVCache,
         num_positions: int,
         rope: RopeTable | None = None,

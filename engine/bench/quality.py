@@ -218,7 +218,7 @@ def _logits(built: BuiltEngine, windows: Windows) -> Iterator[Float32]:
             cu_seqlens_q=np.array([0, len(window)], np.int32),
             token_ids=window,
             block_table=np.arange(num_blocks, dtype=np.int32)[None],
-            num_logits=np.zeros(1, np.int32),
+            num_logits=np.array([len(window)], np.int32),
             samples=np.zeros(1, np.bool_),
             rope_lens=np.full(1, built.engine.runner.rope.rope_len(len(window)), np.int32),
             two_way_lens=np.zeros(1, np.int32),

@@ -1,8 +1,9 @@
-"""Where partial sums of ranks become whole. The runner calls it between the pieces of a model."""
+"""Where partial sums of ranks become whole. The forward pass calls it between the pieces of a model, the runner at the
+end; no model does."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from engine.ops import OpTable
 from engine.weights import Norm
@@ -10,20 +11,75 @@ from engine.weights import Norm
 Array = Any
 
 
+class Communicator(Protocol):
+    """What a rank has in common with the others: those that share its layers, and the stages before and after it.
+
+    Every rank calls the same methods in the same order. Sums run over ranks in order, in float32, and are rounded once,
+    so all ranks of a stage have the same bits.
+    """
+
+    is_first: bool  # this rank's stage has the embedding
+    is_last: bool  # … the final norm and the head
+
+    def reduce(self, partial: Array) -> Array:
+        """The sum of partials, [num_tokens, hidden_size]: what the embedding gives."""
+        ...
+
+    def norm(self, x: Array, norm: Norm) -> Array:
+        """norm(x), [num_tokens, hidden_size]: what comes before the first piece."""
+        ...
+
+    def reduce_add_norm(self, partial: Array, residual: Array, norm: Norm) -> tuple[Array, Array]:
+        """(norm(sum of partials + residual), sum of partials + residual), each [num_tokens, hidden_size]."""
+        ...
+
+    def reduce_add(self, partial: Array, residual: Array) -> Array:
+        """Sum of partials + residual, [num_tokens, hidden_size]: what leaves a stage that is not the last."""
+        ...
+
+    def send(self, residual: Array) -> None:
+        """Hands the residual, [num_tokens, hidden_size], on to the next stage."""
+        ...
+
+    def receive(self, num_tokens: int) -> Array:
+        """The residual that the stage before has sent, [num_tokens, hidden_size]."""
+        ...
+
+    def gather_logits(self, part: Array) -> Array | None:
+        """The logits of this rank's rows of the vocabulary, [num_logits, rows], beside those of the others:
+        [num_logits, vocab_size] on rank 0, None on other ranks. Ranks of the last stage alone call it."""
+        ...
+
+
 class OneRank:
     """The communicator of a model that is not split: nothing to add up, so only the fused add + norm is left."""
+
+    is_first = is_last = True
 
     def __init__(self, ops: OpTable) -> None:
         self._ops = ops
 
+    def reduce(self, partial: Array) -> Array:
+        return partial
+
     def norm(self, x: Array, norm: Norm) -> Array:
-        """norm(x), [num_tokens, hidden_size]: what comes before the first piece."""
         if norm.kind == "layernorm":
             return self._ops.layernorm(x, norm.weight, norm.bias, norm.eps)
         return self._ops.rmsnorm(x, norm.weight, norm.eps)
 
     def reduce_add_norm(self, partial: Array, residual: Array, norm: Norm) -> tuple[Array, Array]:
-        """(norm(sum of partials + residual), sum of partials + residual), each [num_tokens, hidden_size]."""
         if norm.kind == "layernorm":
             return self._ops.add_layernorm(partial, residual, norm.weight, norm.bias, norm.eps)
         return self._ops.add_rmsnorm(partial, residual, norm.weight, norm.eps)
+
+    def reduce_add(self, partial: Array, residual: Array) -> Array:
+        return partial + residual
+
+    def send(self, residual: Array) -> None:
+        raise NotImplementedError("one rank is the first stage and the last")
+
+    def receive(self, num_tokens: int) -> Array:
+        raise NotImplementedError("one rank is the first stage and the last")
+
+    def gather_logits(self, part: Array) -> Array | None:
+        return part

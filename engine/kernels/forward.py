@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.batch import ForwardBatch, StepPlan, build_batch, token_positions, token_sequences
-from engine.comm.communicator import OneRank
+from engine.comm.communicator import Communicator
 from engine.config import StepLimits
 from engine.errors import KernelError
 from engine.forward import EagerForward
@@ -64,7 +64,7 @@ class GpuForward:
     def __init__(
         self,
         model: Model,
-        comm: OneRank,
+        comm: Communicator,
         cache: KVCache,
         rope: RopeTable,
         gpu: Gpu,

@@ -15,12 +15,13 @@ import ref.attention
 from conformance.golden_models import rand_model
 from conformance.host_device import HostDevice
 from conformance.inputs import guarded
+from engine.comm.communicator import OneRank
 from engine.cpu import attention
 from engine.faults import Faults
 from engine.kernels.sampling import KernelSampling
 from engine.kernels.table import kernel_ops
 from engine.loop import Engine
-from engine.ops import OpTable, SamplingOps
+from engine.ops import OpTable, SamplingOps, cpu_ops
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
 from tests.engine.engines import request, run, tiny_engine
@@ -132,7 +133,8 @@ def engine_on_kernels(folder: Path, sampling: SamplingOps, faults: Faults | None
     engine = tiny_engine(folder)
     old = engine.runner
     sampler = Sampler(old.model.config.vocab_size, 8, sampling)
-    runner = ModelRunner(old.model, old.forward, old.cache, old.rope, sampler, sampling)
+    comm = OneRank(cpu_ops())
+    runner = ModelRunner(old.model, old.forward, comm, old.cache, old.rope, sampler, sampling)
     return Engine(engine.scheduler, runner, engine.limits, 0, faults)
 
 

@@ -147,6 +147,34 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """How ranks share the model, and which part is this rank's.
+
+    Layers are cut into pipeline_parallel_size stages, and each layer among the tensor_parallel_size ranks of a stage.
+    Rank 0 is in the last stage: it has the logits, so it schedules, samples and answers; the embedding, which is
+    stage 0, is on the last ranks.
+    """
+
+    rank: int = 0
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def tp_rank(self) -> int:
+        """Which share of each layer."""
+        return self.rank % self.tensor_parallel_size
+
+    @property
+    def stage(self) -> int:
+        """Which run of layers; 0 has the first."""
+        return self.pipeline_parallel_size - 1 - self.rank // self.tensor_parallel_size
+
+
+@dataclass(frozen=True, slots=True)
 class StepLimits:
     """The largest step."""
 

@@ -75,7 +75,7 @@ class ModelRunner:
         self.cache = cache
         self.rope = rope
         self.sampler = sampler
-        self._comm = comm
+        self.comm = comm
         self._ops = ops
         self._publish = publish
         self._prompt_scores: dict[int, PromptScores] = {}
@@ -140,7 +140,7 @@ class ModelRunner:
 
     def _logits(self, rows: Array) -> Array:
         """[num_rows, hidden_size] → [num_rows, vocab_size]."""
-        logits = self._comm.gather_logits(self.model.logits(rows))
+        logits = self.comm.gather_logits(self.model.logits(rows))
         assert logits is not None, "the runner is rank 0's"
         return logits
 

@@ -36,6 +36,8 @@ LAYERS = (
     ("engine.cpu", "engine.kernels", "engine.ops", "engine.rope_table"),
     ("engine.kv_cache", "engine.models.model", "engine.comm"),
     ("engine.models", "engine.checkpoint"),
+    ("engine.split_sizes",),
+    ("engine.split",),
     ("engine.forward",),
     (
         "engine.sampler",
@@ -164,6 +166,7 @@ RULES = {
         and within(name, "engine")
         and name != "engine.ops"
         and not within(name, "engine.cpu")
+        and name != "engine.comm.mpi_sums"  # what CPU ranks send
         # what quantized checkpoints mean is said once, and their numbers are made before or at load, off the token path
         and not within(name, "engine.quantize")
         and not (

@@ -6,7 +6,8 @@ from typing import Protocol
 
 from engine.checkpoint.source import ModelSource
 from engine.comm.communicator import Communicator
-from engine.config import EngineConfig, StepLimits
+from engine.comm.mpi_sums import MpiComm
+from engine.config import EngineConfig, ModelConfig, ParallelConfig, StepLimits
 from engine.forward import Forward
 from engine.kv_cache import KVCache
 from engine.memory_plan import MemoryPlan
@@ -24,6 +25,12 @@ class Backend(Protocol):
     limits: StepLimits  # unless the user says others
     overlaps: bool  # a step may be launched while the one before still runs
     description: str  # for the log: device, type of the weights
+
+    def make_comm(
+        self, world: MpiComm | None, parallel: ParallelConfig, model_config: ModelConfig, config: EngineConfig
+    ) -> Communicator:
+        """What joins this rank to the others. world: all of them; None: there is but this one."""
+        ...
 
     def load(self, source: ModelSource, weight_map: WeightMap, config: EngineConfig, progress: bool) -> Weights:
         """The weights of a checkpoint, or random ones, where and how the op table wants them."""

@@ -9,8 +9,10 @@ from threadpoolctl import threadpool_limits
 from engine.checkpoint.loader import load_weights
 from engine.checkpoint.prepare import prepare_weights
 from engine.checkpoint.source import ModelSource
-from engine.comm.communicator import Communicator
-from engine.config import EngineConfig, ModelConfig, StepLimits
+from engine.comm.communicator import Communicator, OneRank
+from engine.comm.mpi_ranks import MpiRanks
+from engine.comm.mpi_sums import MpiComm
+from engine.config import EngineConfig, ModelConfig, ParallelConfig, StepLimits
 from engine.errors import ConfigError
 from engine.forward import EagerForward, Forward
 from engine.kv_cache import KVCache, make_kv_cache
@@ -43,6 +45,11 @@ class CpuBackend:
         self.limits = LIMITS
         self.overlaps = False
         self.description = f"device cpu, float32, {num_threads} threads"
+
+    def make_comm(
+        self, world: MpiComm | None, parallel: ParallelConfig, model_config: ModelConfig, config: EngineConfig
+    ) -> Communicator:
+        return OneRank(self.ops) if world is None else MpiRanks(self.ops, world, parallel, model_config)
 
     def load(self, source: ModelSource, weight_map: WeightMap, config: EngineConfig, progress: bool) -> Weights:
         loaded = load_weights(source, weight_map, seed=config.seed, progress=progress, load_format=config.load_format)

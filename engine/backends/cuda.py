@@ -16,7 +16,8 @@ from engine.checkpoint.quantized import keep_packed
 from engine.checkpoint.source import ModelSource
 from engine.coded8 import FP8
 from engine.comm.communicator import Communicator, OneRank
-from engine.config import EngineConfig, ModelConfig, StepLimits
+from engine.comm.mpi_sums import MpiComm
+from engine.config import EngineConfig, ModelConfig, ParallelConfig, StepLimits
 from engine.errors import ConfigError, KernelError
 from engine.forward import Forward
 from engine.gpu_memory import GpuRoom, graph_buffer, mismatch, plan_gpu_memory
@@ -79,6 +80,13 @@ class CudaBackend:
             f"device cuda: {self._name} ({self._gpu.arch}, {properties['totalGlobalMem'] / 1e9:,.0f} GB), {self._dtype}"
             + (f", KV cache in {self._kv_codes}" if self._kv_codes else "")
         )
+
+    def make_comm(
+        self, world: MpiComm | None, parallel: ParallelConfig, model_config: ModelConfig, config: EngineConfig
+    ) -> Communicator:
+        if world is not None:
+            raise ConfigError("ranks have no GPUs yet; use --device cpu, or one rank")
+        return OneRank(self.ops)
 
     def load(self, source: ModelSource, weight_map: WeightMap, config: EngineConfig, progress: bool) -> Weights:
         self._gpu.prepare(self._notes.instances, progress)

@@ -45,6 +45,9 @@ class StandInBackend:
             self._recorder = module.Recorder(stand_in_ops())
             self.ops = self._recorder.ops
 
+    def make_comm(self, world: Any, parallel: Any, model_config: Any, config: EngineConfig) -> OneRank:
+        return OneRank(self.ops)
+
     def load(self, source: Any, weight_map: Any, config: EngineConfig, progress: bool) -> Weights:
         return load_weights(source, weight_map, progress=progress)
 

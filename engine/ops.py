@@ -60,8 +60,8 @@ class SamplingOps(Protocol):
 class OpTable:
     """Functions on arrays of one target. Shapes are in the ref function of the same name."""
 
-    embedding: Callable[[Array, Array], Array]  # (token_ids, table)
-    position_embedding: Callable[[Array, Array, Array, Array], Array]  # (token_ids, positions, table, position_table)
+    embedding: Callable[..., Array]  # (token_ids, table, first=…)
+    position_embedding: Callable[..., Array]  # (token_ids, positions, table, position_table, first=…)
     linear: Callable[[Array, LinearWeight], Array]  # (x, weight)
     linear_gate_up_act: Callable[..., Array]  # (x, weight, activation): gate_up_act of linear
     logits: Callable[[Array, LinearWeight], Array]  # linear, in float32 whatever the type of x

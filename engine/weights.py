@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Literal
 
 from engine.packed4 import PACKED, PACKED_GATED
@@ -41,6 +42,18 @@ class Coded:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """Which run of an axis a rank has: from `first` on, of `whole`. What it has past the end is zeros."""
+
+    first: int
+    whole: int
+
+    def part(self, size: int) -> range:
+        """What there is of the first `size` places."""
+        return range(min(self.first, self.whole), min(self.first + size, self.whole))
+
+
+@dataclass(frozen=True, slots=True)
 class LinearSpec:
     """One linear layer of the engine, made of one or more modules of the checkpoint stacked along `out`.
 
@@ -62,6 +75,8 @@ class LinearSpec:
     feeds: str = ""  # a dest
     packed: Packed | None = None
     coded: Coded | None = None
+    row_cuts: tuple[Cut, ...] = ()  # empty: whole
+    column_cut: Cut | None = None
 
     @property
     def out_features(self) -> int:
@@ -75,6 +90,19 @@ class LinearSpec:
                 yield name.format(expert=expert), expert, slice(first, first + out_features)
                 first += out_features
 
+    def stored_rows(self, rows: slice) -> range | None:
+        """Which rows of its module one of `modules` is, of those that the checkpoint has; None: all."""
+        if not self.row_cuts:
+            return None
+        firsts = accumulate((size for _, size in self.parts), initial=0)
+        cut = dict(zip(firsts, self.row_cuts, strict=False))[rows.start]
+        return cut.part(rows.stop - rows.start)
+
+    @property
+    def stored_columns(self) -> range | None:
+        """Which columns of its modules it has; None: all."""
+        return None if self.column_cut is None else self.column_cut.part(self.in_features)
+
 
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
@@ -83,6 +111,8 @@ class ArraySpec:
     dest: str
     name: str  # full tensor name in the checkpoint
     shape: tuple[int, ...]
+    axis: int = 0  # that a rank has a part of
+    cut: Cut | None = None  # of that axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +121,7 @@ class WeightMap:
 
     ignored holds regular expressions (full match) for tensors that may be present and are not used. If tied is
     set, lm_head is the embedding, and an lm_head.weight in the checkpoint is ignored like transformers does.
-    quantization: how modules are stored that are not in floating point.
+    quantization: how modules are stored that are not in floating point. whole: of which this is a rank's part.
     """
 
     linears: tuple[LinearSpec, ...]
@@ -99,6 +129,7 @@ class WeightMap:
     ignored: tuple[str, ...] = ()
     tied: bool = False
     quantization: QuantConfig | None = None
+    whole: WeightMap | None = None
 
 
 @dataclass(frozen=True, slots=True)

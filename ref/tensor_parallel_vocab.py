@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ref.embedding import embedding
 from ref.linear import linear
 
 Array = NDArray[Any]
@@ -49,10 +50,10 @@ def vocab_embedding(token_ids: NDArray[np.integer[Any]], shard: Array, first: in
         shard, first: [padded / world_size, hidden_size] and the id of its first row, see shard_vocab.
     Returns:
         [num_tokens, hidden_size], dtype of shard.
+    Raises:
+        ValueError: see ref.embedding; for no id, as `first` is given.
     """
-    local = np.asarray(token_ids, np.int64) - first
-    mine = (local >= 0) & (local < len(shard))
-    return np.where(mine[:, None], shard[np.where(mine, local, 0)], shard.dtype.type(0))
+    return embedding(token_ids, shard, first)
 
 
 def vocab_logits(hidden: Array, shard: Array, first: int, vocab_size: int) -> Array:

@@ -103,16 +103,17 @@ def load_weights(
     if quantized is not None:
         weight_map = quantized.as_stored(weight_map)
     modules = set() if quantized is None else set(quantized.modules(weight_map))
-    num_ignored = _check(source, tensors, weight_map, quantized, modules)
+    num_ignored = _check(source, tensors, weight_map.whole or weight_map, quantized, modules)
     weights, copies = _allocate(weight_map, store)
     copies = [copy for copy in copies if copy.as_it_is or copy.name.removesuffix(".weight") not in modules]
-    copies.sort(key=lambda copy: (tensors[copy.name].file, tensors[copy.name].offset))
-    num_bytes = sum(tensors[copy.name].num_bytes for copy in copies)
+    reads = [(copy.stored(tensors[copy.name]), copy.target) for copy in copies]
+    reads.sort(key=lambda read: (read[0].file, read[0].offset))
+    num_bytes = sum(tensor.num_bytes for tensor, _ in reads)
     hidden = None if progress else True  # None: hidden unless standard error is a terminal
     with tqdm(total=num_bytes, desc="loading", unit="B", unit_scale=True, disable=hidden) as bar:
-        for copy in copies:
-            store.read(tensors[copy.name], copy.target)
-            bar.update(tensors[copy.name].num_bytes)
+        for tensor, target in reads:
+            store.read(tensor, target)
+            bar.update(tensor.num_bytes)
     if quantized is not None:
         weights = _fill_quantized(weights, weight_map, quantized, modules, store, progress)
     logger.info(
@@ -130,6 +131,13 @@ class _Copy:
     name: str
     target: Array
     as_it_is: bool = False  # codes
+    rows: range | None = None  # of the tensor, where it is not read whole
+    columns: range | None = None
+
+    def stored(self, tensor: StoredTensor) -> StoredTensor:
+        """What is read of it."""
+        tensor = tensor if self.rows is None else tensor.rows(self.rows)
+        return tensor if self.columns is None else tensor.columns(self.columns)
 
 
 def _wanted(weight_map: WeightMap) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -211,7 +219,11 @@ def _allocate_all(weight_map: WeightMap, store: Store) -> tuple[Weights, list[_C
     arrays: dict[str, Array] = {}
     for array in weight_map.arrays:
         arrays[array.dest] = store.empty(array.shape)
-        copies.append(_Copy(array.name, arrays[array.dest]))
+        kept = None if array.cut is None else array.cut.part(array.shape[array.axis])
+        if array.axis:
+            copies.append(_Copy(array.name, arrays[array.dest], columns=kept))
+        else:
+            copies.append(_Copy(array.name, _fit(arrays[array.dest], kept), rows=kept))
     linears: dict[str, LinearWeight] = {}
     for linear in weight_map.linears:
         stack = (linear.n_experts,) if linear.n_experts else ()
@@ -221,15 +233,26 @@ def _allocate_all(weight_map: WeightMap, store: Store) -> tuple[Weights, list[_C
         bias = store.empty((*stack, linear.out_features)) if linear.bias else None
         for module, expert, rows in linear.modules():
             place = (rows,) if expert is None else (expert, rows)
+            kept = linear.stored_rows(rows)
             if not packed:
-                target = weight[place].T if linear.transposed and coded is None else weight[place]
-                copies.append(_Copy(f"{module}.weight", target, coded is not None))
+                target, cuts = _fit(weight[place], kept), (kept, linear.stored_columns)
+                if linear.transposed and coded is None:
+                    target, cuts = target.T, cuts[::-1]
+                copies.append(_Copy(f"{module}.weight", target, coded is not None, *cuts))
             if bias is not None:
-                copies.append(_Copy(f"{module}.bias", bias[place]))
+                copies.append(_Copy(f"{module}.bias", _fit(bias[place], kept), rows=kept))
         linears[linear.dest] = _dense(weight, bias)
     if weight_map.tied:
         linears[HEAD] = _dense(arrays[EMBEDDING], None)
     return Weights(linears, arrays), copies
+
+
+def _fit(target: Array, kept: range | None) -> Array:
+    """The first rows, as many as there are to be read; the others become zeros."""
+    if kept is None or len(kept) == len(target):
+        return target
+    target[len(kept) :] = 0
+    return target[: len(kept)]
 
 
 def _fill_quantized(

@@ -11,7 +11,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class StoredTensor:
 
     dtype is the file's own name for it ("BF16", "Q4_1"). n_interleaved_heads is set where the rows of every head
     lie in the order 0, h, 1, h+1, … of its rotary pairs (h = half the head) and have to be put back in order.
+    pitch is set where it is some columns of a larger tensor: bytes from the start of a row to that of the next.
     """
 
     name: str
@@ -42,6 +43,36 @@ class StoredTensor:
     offset: int  # bytes from the start of the file
     num_bytes: int
     n_interleaved_heads: int = 0
+    pitch: int = 0
+
+    def rows(self, rows: range) -> StoredTensor:
+        """A part of the first axis; of whole heads where these are interleaved."""
+        num_rows = self.shape[0]
+        if rows == range(num_rows):
+            return self
+        row_bytes = self.num_bytes // num_rows
+        return replace(
+            self,
+            shape=(len(rows), *self.shape[1:]),
+            offset=self.offset + rows.start * (self.pitch or row_bytes),
+            num_bytes=len(rows) * row_bytes,
+            n_interleaved_heads=self.n_interleaved_heads * len(rows) // num_rows,
+        )
+
+    def columns(self, columns: range) -> StoredTensor:
+        """A part of the second of two axes; it begins and ends between blocks where weights lie in such."""
+        num_rows, num_columns = self.shape
+        if columns == range(num_columns):
+            return self
+        row_bytes = self.num_bytes // max(num_rows, 1)
+        first, end = row_bytes * columns.start // num_columns, row_bytes * columns.stop // num_columns
+        return replace(
+            self,
+            shape=(num_rows, len(columns)),
+            offset=self.offset + first,
+            num_bytes=num_rows * (end - first),
+            pitch=self.pitch or row_bytes,
+        )
 
 
 def regular_file_size(path: Path) -> int:
@@ -72,11 +103,21 @@ def read_into(tensor: StoredTensor, out: Floats) -> None:
 
 
 def map_bytes(tensor: StoredTensor) -> Bytes:
-    """The tensor's bytes as they are in the file, mapped. Raises CheckpointError where the file has changed."""
+    """The tensor's bytes as they are in the file, end to end: mapped, or copied where they do not lie so.
+
+    Raises:
+        CheckpointError: the file has changed.
+    """
     if not tensor.num_bytes:
         return np.empty(0, np.uint8)
+    row_bytes = tensor.num_bytes // tensor.shape[0] if tensor.pitch else tensor.num_bytes
+    span = tensor.pitch * (tensor.shape[0] - 1) + row_bytes if tensor.pitch else tensor.num_bytes
     try:
-        return np.memmap(tensor.file, np.uint8, "r", tensor.offset, (tensor.num_bytes,))
+        found = np.memmap(tensor.file, np.uint8, "r", tensor.offset, (span,))
+        if span == tensor.num_bytes:
+            return found
+        rows = np.lib.stride_tricks.as_strided(found, (tensor.shape[0], row_bytes), (tensor.pitch, 1), writeable=False)
+        return np.array(rows).reshape(-1)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{tensor.file}: cannot read {tensor.name}, the file has changed since the start: {error}"
@@ -92,11 +133,15 @@ def open_bytes(tensor: StoredTensor) -> Iterator[Callable[[Bytes, int], None]]:
     """
     try:
         with open(tensor.file, "rb", buffering=0) as file:
+            row_bytes = tensor.num_bytes // tensor.shape[0] if tensor.pitch else tensor.num_bytes
 
             def fill(part: Bytes, first: int) -> None:
                 done = 0
                 while done < part.size:
-                    found = os.preadv(file.fileno(), [part[done:].data], tensor.offset + first + done)
+                    row, place = divmod(first + done, row_bytes)
+                    size = min(part.size - done, row_bytes - place)
+                    begin = tensor.offset + row * tensor.pitch + place
+                    found = os.preadv(file.fileno(), [part[done : done + size].data], begin)
                     if not found:
                         raise OSError("it is shorter")
                     done += found

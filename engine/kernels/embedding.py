@@ -14,7 +14,9 @@ Array = Any
 MAX_THREADS = 256
 
 
-def embedding(token_ids: Array, table: Array, *, out: Array | None = None, device: Device) -> Array:
+def embedding(
+    token_ids: Array, table: Array, first: int | None = None, *, out: Array | None = None, device: Device
+) -> Array:
     """token_ids [num_tokens] int32, table [vocab_size, hidden_size] → [num_tokens, hidden_size], type of table."""
     require("embedding", "token_ids", token_ids, (None,), np.int32)
     require("embedding", "table", table, (None, None))
@@ -29,7 +31,13 @@ def embedding(token_ids: Array, table: Array, *, out: Array | None = None, devic
 
 
 def position_embedding(
-    token_ids: Array, positions: Array, table: Array, position_table: Array, *, device: Device
+    token_ids: Array,
+    positions: Array,
+    table: Array,
+    position_table: Array,
+    first: int | None = None,
+    *,
+    device: Device,
 ) -> Array:
     """The same with the row of position_table [num_positions, hidden_size] at positions [num_tokens] int32 added."""
     kernel = "position_embedding"

@@ -49,21 +49,20 @@ def weight_map(config: ModelConfig) -> WeightMap:
 
 def build(config: ModelConfig, weights: Weights, ops: OpTable) -> Model:
     """The model over an op table; weights are prepared for it already."""
-    table = weights.arrays["embed_tokens"]
     return Model(
         config=config,
-        embed=lambda batch: ops.embedding(batch.token_ids, table),
+        embed=lambda batch: ops.embedding(batch.token_ids, weights.arrays["embed_tokens"], first=config.vocab_first),
         pieces=tuple(
             Piece(
                 f"layers.{layer}",
                 Norm(weights.arrays[f"layers.{layer}.input_layernorm"], config.norm_eps, "layernorm"),
                 partial(parallel_block, config=config, weights=weights, ops=ops, layer=layer),
             )
-            for layer in range(config.n_layers)
+            for layer in config.layers
         ),
         final_norm=Norm(weights.arrays["norm"], config.norm_eps, "layernorm"),
         logits=lambda hidden: times(ops.logits(hidden, weights.linears["lm_head"]), config.logit_scale),
-        cache_specs=(CacheSpec("full", tuple(range(config.n_layers)), config.n_kv_heads, config.head_dim),),
+        cache_specs=(CacheSpec("full", tuple(config.layers), config.n_kv_heads, config.head_dim),),
     )
 
 

@@ -59,11 +59,13 @@ def build(config: ModelConfig, weights: Weights, ops: OpTable) -> Model:
         return Norm(weights.arrays[dest], config.norm_eps, "layernorm", weights.arrays[f"{dest}.bias"])
 
     def embed(batch: ForwardBatch) -> Array:
-        tables = weights.arrays["embed_tokens"], weights.arrays["embed_positions"]
-        return ops.position_embedding(batch.token_ids, batch.positions, *tables)
+        table, positions = weights.arrays["embed_tokens"], weights.arrays.get("embed_positions")
+        if positions is None:  # another rank adds them
+            return ops.embedding(batch.token_ids, table, first=config.vocab_first)
+        return ops.position_embedding(batch.token_ids, batch.positions, table, positions, first=config.vocab_first)
 
     pieces: list[Piece] = []
-    for layer in range(config.n_layers):
+    for layer in config.layers:
         dest = f"layers.{layer}"
         attn = partial(attention, config=config, weights=weights, ops=ops, layer=layer, write_kv=write_kv)
         pieces.append(Piece(f"{dest}.attention", norm(f"{dest}.input_layernorm"), attn))
@@ -75,7 +77,7 @@ def build(config: ModelConfig, weights: Weights, ops: OpTable) -> Model:
         pieces=tuple(pieces),
         final_norm=norm("norm"),
         logits=lambda hidden: ops.logits(hidden, weights.linears["lm_head"]),
-        cache_specs=(CacheSpec("full", tuple(range(config.n_layers)), config.n_kv_heads, config.head_dim),),
+        cache_specs=(CacheSpec("full", tuple(config.layers), config.n_kv_heads, config.head_dim),),
     )
 
 

@@ -59,13 +59,14 @@ def build(config: ModelConfig, weights: Weights, ops: OpTable) -> Model:
     bias_table = arrays["position_bias"][[*range(prefix.num_buckets), *rows]]
 
     def embed(batch: ForwardBatch) -> Array:
+        embedded = ops.embedding(batch.token_ids, arrays["embed_tokens"], first=config.vocab_first)
+        if "embed_segments" not in arrays:  # another rank adds them
+            return embedded
         segments = (batch.positions >= num_soft) * (TOKEN_SEGMENT - PROMPT_SEGMENT) + PROMPT_SEGMENT
-        return ops.embedding(batch.token_ids, arrays["embed_tokens"]) + ops.embedding(
-            segments, arrays["embed_segments"]
-        )
+        return embedded + ops.embedding(segments, arrays["embed_segments"])
 
     pieces: list[Piece] = []
-    for layer in range(config.n_layers):
+    for layer in config.layers:
         dest = f"layers.{layer}"
         attn = partial(attention, config=config, weights=weights, ops=ops, layer=layer, bias_table=bias_table)
         pieces.append(Piece(f"{dest}.attention", Norm(arrays[f"{dest}.attn_norm"], config.norm_eps), attn))
@@ -77,7 +78,7 @@ def build(config: ModelConfig, weights: Weights, ops: OpTable) -> Model:
         pieces=tuple(pieces),
         final_norm=Norm(arrays["norm"], config.norm_eps),
         logits=lambda hidden: ops.logits(hidden, weights.linears["lm_head"]),
-        cache_specs=(CacheSpec("full", tuple(range(config.n_layers)), config.n_kv_heads, config.head_dim),),
+        cache_specs=(CacheSpec("full", tuple(config.layers), config.n_kv_heads, config.head_dim),),
     )
 
 

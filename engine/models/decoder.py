@@ -50,17 +50,16 @@ def decoder(
     attention takes hidden, batch and cache as a Piece does, and config, weights, ops and layer by name.
     """
     pieces: list[Piece] = []
-    for layer in range(config.n_layers):
+    for layer in config.layers:
         dest = f"layers.{layer}"
         attn_norm = Norm(weights.arrays[f"{dest}.input_layernorm"], config.norm_eps)
         mlp_norm = Norm(weights.arrays[f"{dest}.post_attention_layernorm"], config.norm_eps)
         attn = partial(attention, config=config, weights=weights, ops=ops, layer=layer)
         pieces.append(Piece(f"{dest}.attention", attn_norm, attn))
         pieces.append(Piece(f"{dest}.mlp", mlp_norm, feed_forward(config, weights, ops, layer)))
-    table = weights.arrays["embed_tokens"]
     return Model(
         config=config,
-        embed=lambda batch: ops.embedding(batch.token_ids, table),
+        embed=lambda batch: ops.embedding(batch.token_ids, weights.arrays["embed_tokens"], first=config.vocab_first),
         pieces=tuple(pieces),
         final_norm=Norm(weights.arrays["norm"], config.norm_eps),
         logits=lambda hidden: ops.logits(hidden, weights.linears["lm_head"]),

@@ -63,7 +63,7 @@ def rotate(
 
 def build(config: ModelConfig, weights: Weights, ops: OpTable, write_kv: WriteKV = rotate) -> Model:
     """The model over an op table; weights are prepared for it already. write_kv: see attention."""
-    spec = CacheSpec("full", tuple(range(config.n_layers)), config.n_kv_heads, config.head_dim)
+    spec = CacheSpec("full", tuple(config.layers), config.n_kv_heads, config.head_dim)
     return decoder(config, weights, ops, partial(attention, write_kv=write_kv), spec)
 
 

@@ -39,7 +39,7 @@ def attention_weights(config: ModelConfig, layer: int) -> tuple[list[LinearSpec]
 def cache_spec(config: ModelConfig) -> CacheSpec:
     """A latent a token, of all layers."""
     mla = _mla(config)
-    return CacheSpec("latent", tuple(range(config.n_layers)), 1, mla.kv_lora_rank + mla.qk_rope_head_dim)
+    return CacheSpec("latent", tuple(config.layers), 1, mla.kv_lora_rank + mla.qk_rope_head_dim)
 
 
 def attention(

@@ -78,6 +78,9 @@ class LikeStore:
     def random_words(self, shape: tuple[int, ...], seed: tuple[int, int]) -> Array:
         return self.put(np.random.default_rng(seed).integers(0, 2**32, shape, np.uint32))
 
+    def flush(self) -> None:
+        """It is there."""
+
     def fill_normally(self, array: Array, seed: tuple[int, int], std: float) -> None:
         values = np.random.default_rng(seed).standard_normal(array.shape, np.float32) * np.float32(std)
         array[...] = self._namespace.asarray(values).astype(self.dtype)

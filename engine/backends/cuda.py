@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,7 +29,7 @@ from engine.kernels.graphs import Recorder
 from engine.kernels.notes import Notes
 from engine.kernels.pools import Pools
 from engine.kernels.sampling import KernelSampling
-from engine.kernels.store import NUM_STAGING, STAGING_BYTES, GpuStore
+from engine.kernels.store import STAGING_BYTES, GpuStore
 from engine.kernels.table import kernel_ops
 from engine.kv_cache import KVCache, make_kv_cache
 from engine.memory_plan import ALWAYS, LOADING, STEP, WEIGHTS, WORKSPACE, Buffer, MemoryPlan
@@ -122,7 +123,7 @@ class CudaBackend:
             *of_gpu,
             graph_buffer(tried, limits, *sizes, geometry.n_layers, hidden_bytes),
             Buffer(WORKSPACE, tried, STEP, note="one piece, for the largest step as tried"),
-            Buffer("staging of weights", NUM_STAGING * STAGING_BYTES, LOADING, "host", "in turn"),
+            Buffer("staging of weights", STAGING_BYTES, LOADING, "host", "at most"),
             *_words_as_stored(weights),
             *pools.buffers(),
         )
@@ -199,13 +200,13 @@ class CudaBackend:
 
 
 def _words_as_stored(weights: Weights) -> tuple[Buffer, ...]:
-    """The words of the largest packed layer, which are there twice while they are put in order."""
-    sizes = [
-        sum(int(tensor.nbytes) for tensor in weight.tensors.values())
-        for weight in weights.linears.values()
-        if weight.format in (PACKED, PACKED_GATED)
-    ]
-    return (Buffer("a layer as stored", max(sizes), LOADING, note="while it is put in order"),) if sizes else ()
+    """Room for the words of a layer's packed weights, of which one or two at a time are there as stored too."""
+    sizes: Counter[str] = Counter()
+    for dest, weight in weights.linears.items():
+        if weight.format in (PACKED, PACKED_GATED):
+            sizes[dest.rpartition(".")[0]] += sum(int(tensor.nbytes) for tensor in weight.tensors.values())
+    note = "at most, while it is put in order"
+    return (Buffer("a layer as stored", max(sizes.values()), LOADING, note=note),) if sizes else ()
 
 
 @contextmanager

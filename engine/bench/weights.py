@@ -2,7 +2,7 @@
 
 The files are made first: a model's shapes with some of its layers and a small vocabulary, integers at random. They are
 read twice, and the second time counts, when the system has them in memory: it is this program that is measured, not a
-disk. The copy is that of pinned memory in pieces of the same size.
+disk.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,7 +40,8 @@ Array = NDArray[Any]
 VOCAB_SIZE = 1024
 POOL_BYTES = 64 << 20  # of random bytes, which are written again and again
 GOAL = 0.7  # of the rate of a copy
-NUM_COPIES = 32
+COPY_BYTES, NUM_COPIES = 64 << 20, 32
+STORED = {"bfloat16": "BF16", "float16": "F16"}  # types of files by the config's
 MASKS = {"I32": 0xFF, "I8": 0xFF, "F8_E4M3": 0xBF, "F16": 0xBF, "BF16": 0xBF}  # below 2: nothing is NaN
 
 
@@ -53,7 +55,7 @@ class Report:
     copy_gb_s: float
     weights_gb: float
     peak_gb: float  # that CuPy had taken of the GPU, at most
-    largest_layer_gb: float
+    layer_gb: float
 
     @property
     def share(self) -> float:
@@ -93,18 +95,24 @@ def measure(shape: str, quant: str, layers: int, folder: str | None = None) -> R
         source = resolve(made)
         config = load_model_config(source)
         weight_map = keep_packed(ARCHITECTURES[config.architecture].weight_map(config))
+        dtype = np.dtype(ml_dtypes.bfloat16 if config.dtype == "bfloat16" else np.float16)
         stream = cupy.cuda.get_current_stream()
         for _ in range(2):
             cupy.get_default_memory_pool().free_all_blocks()
             started = time.perf_counter()
-            store = store_module.GpuStore(np.float16, gpu)
+            store = store_module.GpuStore(dtype, gpu)
             weights = load_weights(source, weight_map, store, progress=False)
             store.finish()
             seconds = time.perf_counter() - started
             peak, held = cupy.get_default_memory_pool().total_bytes(), weights.num_bytes
-            layer = max(sum(t.nbytes for t in weight.tensors.values()) for weight in weights.linears.values())
+            layer = sum(
+                tensor.nbytes
+                for dest, weight in weights.linears.items()
+                if dest.startswith("layers.0.")
+                for tensor in weight.tensors.values()
+            )
             del weights
-        copy = _copy_rate(cupy, stream, store_module.STAGING_BYTES)
+        copy = _copy_rate(cupy, stream)
     return Report(
         shape=f"{shape} {quant}".strip(),
         layers=layers,
@@ -114,7 +122,7 @@ def measure(shape: str, quant: str, layers: int, folder: str | None = None) -> R
         copy_gb_s=copy / 1e9,
         weights_gb=held / 1e9,
         peak_gb=peak / 1e9,
-        largest_layer_gb=layer / 1e9,
+        layer_gb=layer / 1e9,
     )
 
 
@@ -126,8 +134,8 @@ def table(report: Report) -> str:
             f"{report.shape}, {report.layers} layers, {report.file_gb:.2f} GB of files in the system's memory",
             f"load and repack {report.load_s:.2f} s, {report.load_gb_s:.1f} GB/s; a copy from pinned memory "
             f"{report.copy_gb_s:.1f} GB/s: {report.share:.2f} of it, goal {GOAL}: {verdict}",
-            f"GPU memory: {report.weights_gb:.2f} GB of weights, {report.peak_gb:.2f} GB at most, the largest layer "
-            f"{report.largest_layer_gb:.2f} GB",
+            f"GPU memory: {report.weights_gb:.2f} GB of weights, {report.peak_gb:.2f} GB at most, a layer "
+            f"{report.layer_gb:.2f} GB",
         )
     )
 
@@ -142,7 +150,8 @@ def write_folder(folder: Path, shape: str, quant: str, layers: int) -> int:
     config |= {"quantization_config": QUANTS[quant]} if quant else {}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     model_config = load_model_config(resolve(str(folder)))
-    tensors = dict(_tensors(ARCHITECTURES[model_config.architecture].weight_map(model_config), quant))
+    weight_map = ARCHITECTURES[model_config.architecture].weight_map(model_config)
+    tensors = dict(_tensors(weight_map, quant, STORED[model_config.dtype]))
     header, offset = {}, 0
     for name, (dtype, sizes, _) in tensors.items():
         size = math.prod(sizes) * ITEM_BITS[dtype] // 8
@@ -163,18 +172,20 @@ def write_folder(folder: Path, shape: str, quant: str, layers: int) -> int:
     return offset
 
 
-def _tensors(weight_map: WeightMap, quant: str) -> Iterator[tuple[str, tuple[str, tuple[int, ...], Array | None]]]:
+def _tensors(
+    weight_map: WeightMap, quant: str, dtype: str
+) -> Iterator[tuple[str, tuple[str, tuple[int, ...], Array | None]]]:
     """(name, (dtype, shape, values; None = random)) of a checkpoint."""
     for array in weight_map.arrays:
-        yield array.name, ("BF16", array.shape, None)
+        yield array.name, (dtype, array.shape, None)
     for spec in weight_map.linears:
         for module, _, rows in spec.modules():
             num_rows = rows.stop - rows.start
             if spec.bias:
-                yield f"{module}.bias", ("BF16", (num_rows,), None)
+                yield f"{module}.bias", (dtype, (num_rows,), None)
             kept = keep_packed(WeightMap((spec,), (), quantization=weight_map.quantization)).linears[0]
             if kept.packed is None and kept.coded is None:
-                yield f"{module}.weight", ("BF16", (num_rows, spec.in_features), None)
+                yield f"{module}.weight", (dtype, (num_rows, spec.in_features), None)
                 continue
             for suffix, tensor in _module(kept, num_rows, quant).items():
                 yield f"{module}.{suffix}", tensor
@@ -204,13 +215,13 @@ def _module(spec: LinearSpec, rows: int, quant: str) -> dict[str, tuple[str, tup
     return {"weight": ("I8" if spec.coded.kind == INT8 else "F8_E4M3", (rows, columns), None), **scale}
 
 
-def _copy_rate(cupy: Any, stream: Any, num_bytes: int) -> float:
-    """Bytes a second from pinned memory, in pieces."""
-    pinned = [cupy.cuda.alloc_pinned_memory(num_bytes) for _ in range(2)]
-    target = cupy.empty(num_bytes, np.uint8)
+def _copy_rate(cupy: Any, stream: Any) -> float:
+    """Bytes a second from pinned memory, in large pieces."""
+    pinned = [cupy.cuda.alloc_pinned_memory(COPY_BYTES) for _ in range(2)]
+    target = cupy.empty(COPY_BYTES, np.uint8)
     for count in (2, NUM_COPIES):
         started = time.perf_counter()
         for number in range(count):
-            target.data.copy_from_host_async(pinned[number % 2].ptr, num_bytes, stream)
+            target.data.copy_from_host_async(pinned[number % 2].ptr, COPY_BYTES, stream)
         stream.synchronize()
-    return NUM_COPIES * num_bytes / (time.perf_counter() - started)
+    return NUM_COPIES * COPY_BYTES / (time.perf_counter() - started)

@@ -114,8 +114,10 @@ def load_weights(
         for tensor, target in reads:
             store.read(tensor, target)
             bar.update(tensor.num_bytes)
+    store.flush()
     if quantized is not None:
         weights = _fill_quantized(weights, weight_map, quantized, modules, store, progress)
+        store.flush()
     logger.info(
         "loaded %d tensors from %s: %d MB read in %.1f s, %d MB of weights, %d tensors ignored",
         *(len(copies), source.path, num_bytes // 10**6, time.perf_counter() - started),

@@ -45,6 +45,10 @@ class Store(Protocol):
         """An array of uint32 of which every bit is random, the same for the same seed. Raises MemoryError."""
         ...
 
+    def flush(self) -> None:
+        """What was asked for is there, for all that is done after this. Before it only what `empty` gives is."""
+        ...
+
     def fill_normally(self, array: Array, seed: tuple[int, int], std: float) -> None:
         """Fills an array with normal numbers of this standard deviation, the same for the same seed."""
         ...
@@ -80,6 +84,9 @@ class HostStore:
 
     def random_words(self, shape: tuple[int, ...], seed: tuple[int, int]) -> NDArray[np.uint32]:
         return np.random.default_rng(seed).integers(0, 2**32, shape, np.uint32)
+
+    def flush(self) -> None:
+        """It is there."""
 
     def fill_normally(self, array: NDArray[np.float32], seed: tuple[int, int], std: float) -> None:
         np.random.default_rng(seed).standard_normal(out=array, dtype=np.float32)

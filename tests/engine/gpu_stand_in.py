@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ class Stream:
         self._queue: deque[Work] = deque()
         self._captured: list[Work] | None = None
         self.num_graphs = 0  # launched
+        self._lock = threading.RLock()  # several threads copy, and one after the other is what a stream does
 
     def launch(self, work: Work) -> None:
         (self._queue if self._captured is None else self._captured).append(work)
@@ -44,8 +46,9 @@ class Stream:
     def synchronize(self, until: Callable[[], bool] = lambda: False) -> None:
         if self._captured is not None:
             raise CUDARuntimeError("cudaErrorStreamCaptureUnsupported")
-        while self._queue and not until():
-            self._queue.popleft()()
+        with self._lock:
+            while self._queue and not until():
+                self._queue.popleft()()
 
     def begin_capture(self) -> None:
         self._captured = []

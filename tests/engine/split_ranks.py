@@ -1,0 +1,69 @@
+"""All ranks of a split model in one process, as one model: each piece is the sum of what theirs give."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from conformance.engine_run import Prompts, make_runner
+from engine.batch import ForwardBatch
+from engine.comm.communicator import OneRank
+from engine.config import ParallelConfig
+from engine.forward import EagerForward
+from engine.kv_cache import KVCache
+from engine.models.model import Piece
+from engine.ops import OpTable
+from engine.runner import ModelRunner
+
+Array = Any
+
+
+def all_ranks(tp: int, pp: int = 1) -> list[ParallelConfig]:
+    return [ParallelConfig(rank, tp, pp) for rank in range(tp * pp)]
+
+
+def in_rank_order(partials: Sequence[Array]) -> Array:
+    total = partials[0].astype(np.float32)
+    for part in partials[1:]:
+        total = total + part
+    return total.astype(partials[0].dtype)
+
+
+def ranks_as_one(folder: Path, ops: OpTable, prompts: Prompts, tp: int, pp: int = 1, **how: Any) -> ModelRunner:
+    """A runner whose pieces are those of all ranks, stage after stage, each rank with weights and a cache of its own."""
+    stages = [
+        [make_runner(folder, ops, prompts, parallel=rank, **how) for rank in all_ranks(tp, pp) if rank.stage == stage]
+        for stage in range(pp)
+    ]
+    whole = make_runner(folder, ops, prompts, **how)
+    vocab_size = whole.model.config.vocab_size
+    model = replace(
+        whole.model,
+        embed=lambda batch: in_rank_order([rank.model.embed(batch) for rank in stages[0]]),
+        pieces=tuple(piece for stage in stages for piece in _pieces(stage)),
+        final_norm=stages[-1][0].model.final_norm,
+        logits=lambda hidden: np.concatenate([rank.model.logits(hidden) for rank in stages[-1]], 1)[:, :vocab_size],
+    )
+    assert [piece.name for piece in model.pieces] == [piece.name for piece in whole.model.pieces]
+    comm = OneRank(ops)
+    forward = EagerForward(model, comm, whole.cache, whole.rope, len(prompts))
+    return ModelRunner(model, forward, comm, whole.cache, whole.rope, whole.sampler, ops.sampling)
+
+
+def _pieces(stage: Sequence[ModelRunner]) -> list[Piece]:
+    pieces = []
+    for parts in zip(*(rank.model.pieces for rank in stage), strict=True):
+        each = [partial(_own, part.forward, rank.cache) for part, rank in zip(parts, stage, strict=True)]
+        pieces.append(replace(parts[0], forward=partial(_sum, each)))
+    return pieces
+
+
+def _own(forward: Callable[..., Array], own: KVCache, hidden: Array, batch: ForwardBatch) -> Array:
+    return forward(hidden.copy(), batch, own)
+
+
+def _sum(each: Sequence[Callable[..., Array]], hidden: Array, batch: ForwardBatch, cache: KVCache) -> Array:
+    return in_rank_order([forward(hidden, batch) for forward in each])

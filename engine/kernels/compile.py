@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from cuda.bindings import nvrtc
-from tqdm import tqdm
 
 from engine.errors import KernelError
 from engine.kernels.device import Instance
 from engine.kernels.includes import own_headers
+from engine.progress import Progress
 from engine.system import usable_cores
 
 CUDA = Path(__file__).parents[2] / "cuda"
@@ -65,7 +65,7 @@ def compile_all(
     Args:
         target: one of arches.ARCHES, another that NVRTC knows, or compute_XX for PTX.
         folder: of the cache; made if it is not there.
-        progress: show a bar on standard error if that is a terminal.
+        progress: say on standard error how far it is.
     Raises:
         KernelError: NVRTC's messages about the first instance that does not compile.
     """
@@ -73,7 +73,7 @@ def compile_all(
     made: dict[Instance, Compiled] = {}
     with (
         ThreadPoolExecutor(usable_cores()) as pool,
-        tqdm(total=len(wanted), desc="kernels", disable=None if progress else True) as bar,
+        Progress(len(wanted), "kernels", hidden=not progress) as bar,
     ):
         try:
             for compiled in pool.map(lambda one: compile_kernel(one, target, folder), wanted):

@@ -157,7 +157,9 @@ def _ops(model: SourceModel, multiply: Multiply) -> OpTable:
         gated: Float32 = ops.gate_up_act(linear(x, weight), activation)
         return gated
 
-    def position_embedding(token_ids: Array, positions: Array, table: _Table, position_table: Float32) -> Float32:
+    def position_embedding(
+        token_ids: Array, positions: Array, table: _Table, position_table: Float32, first: int | None = None
+    ) -> Float32:
         rows: Float32 = ops.position_embedding(
             np.arange(len(token_ids)), positions, table.rows(token_ids), position_table
         )
@@ -168,7 +170,7 @@ def _ops(model: SourceModel, multiply: Multiply) -> OpTable:
         linear=linear,
         logits=linear,
         linear_gate_up_act=linear_gate_up_act,
-        embedding=lambda token_ids, table: table.rows(token_ids),
+        embedding=lambda token_ids, table, first=None: table.rows(token_ids),
         position_embedding=position_embedding,
     )
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
-from tqdm import tqdm
 
 from engine.cpu.team import Team
 from engine.errors import ConfigError
+from engine.progress import Progress
 from engine.quantize.calibrate import Windows, build_layers, check_can_walk, walk
 from engine.quantize.encode import STORAGE, is_finite, quantize_weight, to_stored
 from engine.quantize.methods import BITS, METHODS, SHARES, Settings, choose_group_size
@@ -91,18 +91,17 @@ def quantize(
     return True
 
 
-def _bar(plan: Plan, output: Output, progress: bool) -> tqdm[NoReturn]:
+def _bar(plan: Plan, output: Output, progress: bool) -> Progress:
     done = sum(output.is_done(unit.name) for unit in plan.units)
     if done:
         logger.info("%s: goes on after %d of %d units", output.folder, done, len(plan.units))
-    hidden = None if progress else True  # None: hidden unless standard error is a terminal
-    return tqdm(total=len(plan.units), initial=done, desc=plan.settings.method, unit="unit", disable=hidden)
+    return Progress(len(plan.units), plan.settings.method, "units", done, hidden=not progress)
 
 
 class _Job:
     """Fills an output; what is there already is passed over."""
 
-    def __init__(self, model: SourceModel, plan: Plan, output: Output, bar: tqdm[NoReturn]) -> None:
+    def __init__(self, model: SourceModel, plan: Plan, output: Output, bar: Progress) -> None:
         self._model, self._plan, self._output, self._bar = model, plan, output, bar
         self._team = Team(usable_cores())
 

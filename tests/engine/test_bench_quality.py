@@ -8,16 +8,19 @@ import re
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
 from engine.bench.__main__ import main
 from engine.bench.divergence import Divergence, Sums, log_softmax
-from engine.bench.quality import BOUNDS, Report, Row, exp, measure, own_text, table
+from engine.bench.quality import BOUNDS, Report, Row, exp, format_of, measure, own_text, table
+from engine.checkpoint.source import resolve
 from engine.errors import ConfigError
 from ref.config import parse_config
 from ref.model.registry import forward
 from ref.quant.scheme import read_weights
+from tests.engine.checkpoint.files import llama_gguf_tensors, write_gguf
 from tests.engine.quantize.small import make, small_model
 from tests.engine.tiny_tokenizers import byte_level_tokenizer, write_tokenizer
 
@@ -174,3 +177,29 @@ def test_table() -> None:
     shown = table(Report("cpu", "engine", "text", 10, 5, rows)).splitlines()
     assert shown[2].split() == ["a", "int8", "163.2", "-", "20.0000", "1.0010", "1.020", "0.001000", "98.00%"]
     assert shown[3].endswith("PASSED ITS BOUND")
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        (gguf.GGMLQuantizationType.Q4_0, ("int4", " g32, GGUF's Q4_0")),
+        (gguf.GGMLQuantizationType.Q8_0, ("int8", " g32, GGUF's Q8_0")),
+        (gguf.GGMLQuantizationType.F16, ("floating point", "")),
+    ],
+)
+def test_the_format_of_a_gguf_file(kind: Any, wanted: tuple[str, str], tmp_path: Path) -> None:
+    """Norms stay as they are; what most of the weights are is said."""
+    tensors = llama_gguf_tensors(np.random.default_rng(0))
+    quantize = {name: kind for name, tensor in tensors.items() if tensor.ndim == 2}
+    path = write_gguf(tmp_path / "small.gguf", tensors, quantize=quantize)
+    assert format_of(resolve(str(path))) == wanted
+    assert wanted[0] in BOUNDS
+
+
+def test_it_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("engine.progress.LINE_S", 0.0)
+    model = model_with_text(tmp_path / "model")
+    measure(arguments(model, model))
+    assert "model: 20 of 60 tokens\n" in capsys.readouterr().err

@@ -105,7 +105,7 @@ def check_parallel(config: ModelConfig, parallel: ParallelConfig) -> None:
     problems = [f"--tensor-parallel-size {tp}: {problem}" for problem in _hindrances(config, units, tp)]
     if problems:
         possible = [size for size in range(1, max(MAX_LISTED, tp) + 1) if not _hindrances(config, units, size)]
-        problems[-1] += f"; possible are {', '.join(map(str, possible))}"
+        problems[-1] += f"; all in all possible are {', '.join(map(str, possible))}"
     if num_stages > config.n_layers:
         problems.append(
             f"--pipeline-parallel-size {num_stages}: {config.n_layers} layers leave a stage without one; possible are "

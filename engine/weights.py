@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, Literal
 
 from engine.packed4 import PACKED, PACKED_GATED
@@ -54,6 +53,31 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredModule:
+    """A module of the checkpoint as a part of a LinearSpec."""
+
+    name: str
+    expert: int | None
+    place: slice  # rows of the layer's weight; those past what is read are zeros
+    shape: tuple[int, int]  # of the whole module
+    rows: range  # that are read
+    columns: range
+
+    @property
+    def is_whole(self) -> bool:
+        return (len(self.rows), len(self.columns)) == self.shape
+
+    @property
+    def part_shape(self) -> tuple[int, int]:
+        """Of what is read."""
+        return len(self.rows), len(self.columns)
+
+    @property
+    def is_padded(self) -> bool:
+        return self.part_shape[0] < int(self.place.stop - self.place.start)
+
+
+@dataclass(frozen=True, slots=True)
 class LinearSpec:
     """One linear layer of the engine, made of one or more modules of the checkpoint stacked along `out`.
 
@@ -90,18 +114,15 @@ class LinearSpec:
                 yield name.format(expert=expert), expert, slice(first, first + out_features)
                 first += out_features
 
-    def stored_rows(self, rows: slice) -> range | None:
-        """Which rows of its module one of `modules` is, of those that the checkpoint has; None: all."""
-        if not self.row_cuts:
-            return None
-        firsts = accumulate((size for _, size in self.parts), initial=0)
-        cut = dict(zip(firsts, self.row_cuts, strict=False))[rows.start]
-        return cut.part(rows.stop - rows.start)
-
-    @property
-    def stored_columns(self) -> range | None:
-        """Which columns of its modules it has; None: all."""
-        return None if self.column_cut is None else self.column_cut.part(self.in_features)
+    def stored(self) -> Iterator[StoredModule]:
+        """The same modules, and what of each is read."""
+        columns = range(self.in_features) if self.column_cut is None else self.column_cut.part(self.in_features)
+        whole_columns = self.in_features if self.column_cut is None else self.column_cut.whole
+        cuts = self.row_cuts or tuple(Cut(0, size) for _, size in self.parts)
+        for number, (name, expert, rows) in enumerate(self.modules()):
+            cut = cuts[number % len(cuts)]
+            kept = cut.part(rows.stop - rows.start)
+            yield StoredModule(name, expert, rows, (cut.whole, whole_columns), kept, columns)
 
 
 @dataclass(frozen=True, slots=True)

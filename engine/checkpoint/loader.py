@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from tqdm import tqdm
+
 from engine.checkpoint.folder import folder_tensors, read_json
 from engine.checkpoint.gguf_file import read_gguf
 from engine.checkpoint.gguf_llama import hf_tensors, model_config_from_gguf
@@ -30,7 +32,6 @@ from engine.config import ModelConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.model_config.read import model_config_from_hf
 from engine.packed4 import PACKED, PACKED_GATED
-from engine.progress import Progress
 from engine.weights import EMBEDDING, HEAD, LinearSpec, LinearWeight, WeightMap, Weights
 
 Array = Any
@@ -80,7 +81,7 @@ def load_weights(
     Args:
         store: where weights go, and in which type.
         seed: of the random weights if load_format is "dummy"; then no weight file is opened.
-        progress: say on standard error how far it is.
+        progress: show a bar on standard error if that is a terminal.
 
     Raises:
         CheckpointError: a file is missing or damaged, or its tensors are not those of weight_map; names them all.
@@ -108,7 +109,8 @@ def load_weights(
     reads = [(copy.stored(tensors[copy.name]), copy.target) for copy in copies]
     reads.sort(key=lambda read: (read[0].file, read[0].offset))
     num_bytes = sum(tensor.num_bytes for tensor, _ in reads)
-    with Progress(num_bytes, "loading", "B", hidden=not progress) as bar:
+    hidden = None if progress else True  # None: hidden unless standard error is a terminal
+    with tqdm(total=num_bytes, desc="loading", unit="B", unit_scale=True, disable=hidden) as bar:
         for tensor, target in reads:
             store.read(tensor, target)
             bar.update(tensor.num_bytes)
@@ -161,10 +163,13 @@ def _check(
 ) -> int:
     """The number of ignored tensors. Raises CheckpointError with all that does not fit.
 
-    modules: the quantized ones, which are checked when they are decoded.
+    weight_map: of the whole model. modules: the quantized ones of this rank, which are checked when they are decoded.
     """
-    wanted = {name: shape for name, shape in _wanted(weight_map) if name.removesuffix(".weight") not in modules}
-    used = {name for module in modules for name in quantized.tensor_names(module)} if quantized else set()
+    everywhere = set() if quantized is None else set(quantized.modules(weight_map))
+    wanted = {name: shape for name, shape in _wanted(weight_map) if name.removesuffix(".weight") not in everywhere}
+    used: set[str] = set()
+    if quantized is not None:
+        used = {name for module in everywhere for name in quantized.tensor_names(module, module in modules)}
     ignored = [re.compile(pattern) for pattern in weight_map.ignored]
     if weight_map.tied:
         ignored.append(re.compile(re.escape(f"{HEAD}.weight")))
@@ -231,16 +236,15 @@ def _allocate_all(weight_map: WeightMap, store: Store) -> tuple[Weights, list[_C
         shape = (*stack, *((0, 0) if packed else (linear.out_features, linear.in_features)))
         weight = store.empty(shape) if coded is None else store.empty(shape, DTYPES[coded.kind])
         bias = store.empty((*stack, linear.out_features)) if linear.bias else None
-        for module, expert, rows in linear.modules():
-            place = (rows,) if expert is None else (expert, rows)
-            kept = linear.stored_rows(rows)
+        for module in linear.stored():
+            place = (module.place,) if module.expert is None else (module.expert, module.place)
             if not packed:
-                target, cuts = _fit(weight[place], kept), (kept, linear.stored_columns)
+                target, cuts = _fit(weight[place], module.rows), (module.rows, module.columns)
                 if linear.transposed and coded is None:
                     target, cuts = target.T, cuts[::-1]
-                copies.append(_Copy(f"{module}.weight", target, coded is not None, *cuts))
+                copies.append(_Copy(f"{module.name}.weight", target, coded is not None, *cuts))
             if bias is not None:
-                copies.append(_Copy(f"{module}.bias", _fit(bias[place], kept), rows=kept))
+                copies.append(_Copy(f"{module.name}.bias", _fit(bias[place], module.rows), rows=module.rows))
         linears[linear.dest] = _dense(weight, bias)
     if weight_map.tied:
         linears[HEAD] = _dense(arrays[EMBEDDING], None)
@@ -269,32 +273,30 @@ def _fill_quantized(
         CheckpointError: names the module that is damaged.
     """
     linears, lost = dict(weights.linears), {}
-    with Progress(len(weight_map.linears), "unpacking", "linear layers", hidden=not progress) as bar:
-        for spec in weight_map.linears:
-            bar.update()
-            weight = linears[spec.dest]
-            if spec.packed is not None:
-                words = quantized.words(spec)
-                tensors = store.repack(words)
-                if words.order is not None and spec.packed.order == "gathered":
-                    tensors["order"] = store.put(words.order)
-                linears[spec.dest] = _packed(spec, tensors, weight.bias)
-                continue
-            if spec.coded is not None:
-                codes = weight.tensors["weight"]
-                if spec.coded.kind == FP8:
-                    flat = codes.reshape(-1)
-                    parts = (flat[first : first + CODES_AT_ONCE] for first in range(0, flat.size, CODES_AT_ONCE))
-                    lost[spec] = [((part & FP8_NAN) == FP8_NAN).any() for part in parts]  # known when the GPU is so far
-                scales = {name: store.put(array) for name, array in quantized.coded(spec).items()}
-                linears[spec.dest] = replace(weight, format=spec.coded.kind, tensors={"weight": codes} | scales)
-                continue
-            for module, expert, rows in spec.modules():
-                if module in modules:
-                    target = weight.tensors["weight"][(rows,) if expert is None else (expert, rows)]
-                    store.write(
-                        quantized.dense(module, (rows.stop - rows.start, spec.in_features), spec.transposed), target
-                    )
+    hidden = None if progress else True
+    for spec in tqdm(weight_map.linears, desc="unpacking", disable=hidden):
+        weight = linears[spec.dest]
+        if spec.packed is not None:
+            words = quantized.words(spec)
+            tensors = store.repack(words)
+            if words.order is not None and spec.packed.order == "gathered":
+                tensors["order"] = store.put(words.order)
+            linears[spec.dest] = _packed(spec, tensors, weight.bias)
+            continue
+        if spec.coded is not None:
+            codes = weight.tensors["weight"]
+            if spec.coded.kind == FP8:
+                flat = codes.reshape(-1)
+                parts = (flat[first : first + CODES_AT_ONCE] for first in range(0, flat.size, CODES_AT_ONCE))
+                lost[spec] = [((part & FP8_NAN) == FP8_NAN).any() for part in parts]  # known when the GPU is so far
+            scales = {name: store.put(array) for name, array in quantized.coded(spec).items()}
+            linears[spec.dest] = replace(weight, format=spec.coded.kind, tensors={"weight": codes} | scales)
+            continue
+        for module in spec.stored():
+            if module.name in modules:
+                place = (module.place,) if module.expert is None else (module.expert, module.place)
+                target = _fit(weight.tensors["weight"][place], module.rows)
+                store.write(quantized.dense(module, spec.transposed), target)
     if damaged := [module for spec, found in lost.items() if any(map(bool, found)) for module, _ in spec.parts]:
         raise CheckpointError(f"{', '.join(damaged)}: codes that are no numbers; fetch the files again")
     return replace(weights, linears=linears)

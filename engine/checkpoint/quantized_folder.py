@@ -15,14 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.checkpoint.quantized import fold_orders
+from engine.checkpoint.quantized_cuts import WORD_BITS, cut_tensor, first_group, num_groups, part_of_groups
 from engine.checkpoint.quantized_words import stored_words
 from engine.checkpoint.stored_tensor import StoredTensor, map_bytes
 from engine.checkpoint.stored_words import StoredWords
 from engine.errors import CheckpointError
 from engine.system import usable_cores
-from engine.weights import Coded, LinearSpec, Packed, WeightMap
-from ref.checkpoint import QUANTIZED, STORED, is_float, widen
+from engine.weights import Coded, LinearSpec, Packed, StoredModule, WeightMap
+from ref.checkpoint import QUANTIZED, STORED, widen
+from ref.quant.awq import AwqConfig
 from ref.quant.coded import CodedWeight, dequantize_weight
+from ref.quant.gptq import GptqConfig
 from ref.quant.groups import GroupedInt
 from ref.quant.scheme import SUFFIXES, module_shape, unpack_module
 from ref.quant.scheme_config import QuantConfig, module_scheme
@@ -112,21 +115,25 @@ class QuantizedFolder:
     def holds(self, module: str) -> bool:
         return module_scheme(self._config, module) is not None
 
-    def tensor_names(self, module: str) -> list[str]:
+    def tensor_names(self, module: str, is_here: bool = True) -> list[str]:
         """Those of the checkpoint that the module's weight is made of, and a bias of zeros, which some writers add.
+
+        is_here: else another rank reads it, and looks whether the bias is one of zeros.
 
         Raises:
             CheckpointError: the bias is of a type that is not known.
         """
         bias = f"{module}.bias"
         names = [name for suffix in SUFFIXES if (name := f"{module}.{suffix}") in self._tensors]
+        if bias not in self._tensors:
+            return names
         try:
-            return [*names, bias] if bias in self._tensors and not widen(self._tensors[bias]).any() else names
+            return names if is_here and widen(self._tensors[bias]).any() else [*names, bias]
         except ValueError as error:
             raise CheckpointError(f"{self._folder}: {error}") from error
 
-    def dense(self, module: str, shape: tuple[int, int], transposed: bool = False) -> NDArray[np.float32]:
-        """The weight of a module, decoded, [out_features, in_features].
+    def dense(self, module: StoredModule, transposed: bool = False) -> NDArray[np.float32]:
+        """The rows and columns of a module that are read, decoded, [out_features, in_features].
 
         transposed: where it is in floating point after all, the file has [in_features, out_features].
 
@@ -134,16 +141,16 @@ class QuantizedFolder:
             CheckpointError: names the module, and the tensor that is missing or wrong; or a scale is 0 for numbers that
                 are not 0.
         """
-        value = self._unpacked(module, shape, transposed)
-        self._refuse_lost_numbers(module, value)
+        value = self._unpacked(module, transposed)
+        self._refuse_lost_numbers(module.name, value)
         try:
             with np.errstate(over="ignore", invalid="ignore"):
                 decoded = np.asarray(dequantize_weight(value, np.float32))
         except (ValueError, MemoryError) as error:
-            raise CheckpointError(f"{self._folder}: module {module}: {error}") from error
+            raise CheckpointError(f"{self._folder}: module {module.name}: {error}") from error
         if not np.isfinite(decoded).all():
             raise CheckpointError(
-                f"{self._folder}: module {module} decodes to numbers that are not finite; fetch its files again"
+                f"{self._folder}: module {module.name} decodes to numbers that are not finite; fetch its files again"
             )
         return decoded
 
@@ -183,10 +190,7 @@ class QuantizedFolder:
 
     def _parts(self, spec: LinearSpec) -> list[Any]:
         """As values of ref.quant, in order."""
-        return [
-            self._unpacked(name, (rows.stop - rows.start, spec.in_features), spec.transposed)
-            for name, _, rows in spec.modules()
-        ]
+        return [self._unpacked(module, spec.transposed) for module in spec.stored()]
 
     def words(self, spec: LinearSpec) -> StoredWords:
         """A layer that stays 4-bit integers, of the map that as_stored gave."""
@@ -195,17 +199,55 @@ class QuantizedFolder:
             return stored
         return replace(stored, row_order=after.order)
 
-    def _unpacked(self, module: str, shape: tuple[int, int], transposed: bool = False) -> Any:
+    def _unpacked(self, module: StoredModule, transposed: bool = False) -> Any:
+        """What is read of a module, as a value of ref.quant."""
         try:
-            stored = module_shape(self._tensors, self._config, module)
-            weight = self._tensors.get(f"{module}.weight") if transposed else None
-            turned = weight is not None and is_float(weight)
-            wanted = shape[::-1] if turned else shape
+            weight = self._stored.get(f"{module.name}.weight") if transposed else None
+            turned = weight is not None and weight.dtype in STORED
+            wanted = module.shape[::-1] if turned else module.shape
+            stored = self._shape(module.name)
             if tuple(stored) != wanted:
                 raise CheckpointError(
-                    f"{self._folder}: module {module} is {list(stored)}, wanted {list(wanted)} by the config"
+                    f"{self._folder}: module {module.name} is {list(stored)}, wanted {list(wanted)} by the config"
                 )
-            value = unpack_module(self._tensors, self._config, module)
+            value = self._part(module, turned)
         except (ValueError, IndexError) as error:
             raise CheckpointError(f"{self._folder}: {error}") from error
         return widen(value).T if turned and isinstance(value, np.ndarray) else value
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """[out, in] of a whole module as stored, of which nothing is read."""
+        scheme = module_scheme(self._config, name)
+        weight, words = self._stored.get(f"{name}.weight"), self._stored.get(f"{name}.qweight")
+        if weight is not None:
+            return weight.shape
+        if words is not None and len(words.shape) == 2 and isinstance(scheme, GptqConfig | AwqConfig):
+            per_word = WORD_BITS // getattr(scheme, "bits", 4)
+            first, second = words.shape
+            return (second, first * per_word) if isinstance(scheme, GptqConfig) else (second * per_word, first)
+        return module_shape(self._tensors, self._config, name)
+
+    def _part(self, module: StoredModule, turned: bool) -> Any:
+        """What is read of a module that has the right shape. turned: it is stored as [in, out]."""
+        name, rows, columns = module.name, module.rows, module.columns
+        if module.is_whole:
+            return unpack_module(self._tensors, self._config, name)
+        scheme = module_scheme(self._config, name)
+        place = (columns, rows) if turned else (rows, columns)
+        held = {
+            key: cut_tensor(suffix, self._stored[key], scheme, *place)
+            for suffix in SUFFIXES
+            if (key := f"{name}.{suffix}") in self._stored
+        }
+        tensors = dict(_Views(held))
+        if f"{name}.weight_shape" in tensors:
+            tensors[f"{name}.weight_shape"] = np.array(module.part_shape)
+        for suffix in ("g_idx", "weight_g_idx"):
+            if scheme is not None and len(columns) < module.shape[1] and f"{name}.{suffix}" in tensors:
+                groups = tensors[f"{name}.{suffix}"] - first_group(scheme, columns)
+                if groups.min(initial=0) < 0 or groups.max(initial=0) >= num_groups(scheme, columns):
+                    whole = unpack_module(self._tensors, self._config, name)  # groups have members on every rank
+                    assert isinstance(whole, GroupedInt)
+                    return part_of_groups(whole, rows, columns)
+                tensors[f"{name}.{suffix}"] = groups
+        return unpack_module(tensors, self._config, name)

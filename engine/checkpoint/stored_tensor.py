@@ -46,10 +46,12 @@ class StoredTensor:
     pitch: int = 0
 
     def rows(self, rows: range) -> StoredTensor:
-        """A part of the first axis; of whole heads where these are interleaved."""
-        num_rows = self.shape[0]
+        """A part of the first axis; of whole heads where these are interleaved. Raises CheckpointError: see columns."""
+        num_rows = self.shape[0] if self.shape else 0
         if rows == range(num_rows):
             return self
+        if rows.stop > num_rows:
+            raise CheckpointError(f"{self.file}: {self.name} is {list(self.shape)}, so it has no row {rows.stop - 1}")
         row_bytes = self.num_bytes // num_rows
         return replace(
             self,
@@ -60,10 +62,20 @@ class StoredTensor:
         )
 
     def columns(self, columns: range) -> StoredTensor:
-        """A part of the second of two axes; it begins and ends between blocks where weights lie in such."""
-        num_rows, num_columns = self.shape
+        """A part of the second of two axes; it begins and ends between blocks where weights lie in such.
+
+        Raises:
+            CheckpointError: there is no such part.
+        """
+        num_rows, num_columns = self.shape if len(self.shape) == 2 else (0, 0)
         if columns == range(num_columns):
             return self
+        block = BLOCK if self.dtype in BLOCK_BYTES else 1
+        if columns.stop > num_columns or columns.start % block or columns.stop % block:
+            raise CheckpointError(
+                f"{self.file}: {self.name} is {self.dtype} {list(self.shape)}; columns {columns.start} to "
+                f"{columns.stop - 1} are no part of it{f' of whole blocks of {block}' if block > 1 else ''}"
+            )
         row_bytes = self.num_bytes // max(num_rows, 1)
         first, end = row_bytes * columns.start // num_columns, row_bytes * columns.stop // num_columns
         return replace(

@@ -112,15 +112,22 @@ def cases() -> list[Case]:
 
 def _inputs(name: str) -> Inputs:
     """config and weights as ref has them, and prompts, of either kind of golden model."""
+    prompts = {"prompts": model_prompts(name)}
     if name in GOLDENS:
-        return model_inputs(name) | {"prompts": golden_prompts(name)}
+        return model_inputs(name) | prompts
     config = _CONFIGS[name]
-    parsed = parse_config(config)
-    prompts = random_ids(parsed.vocab_size, PROMPT_LENGTHS)
-    return {"config": parsed, "weights": family_tensors(config, GOLDEN_SEED), "prompts": prompts}
+    return {"config": parse_config(config), "weights": family_tensors(config, GOLDEN_SEED)} | prompts
 
 
-def _make_model(folder: str, name: str) -> Path:
+def model_prompts(name: str) -> list[list[int]]:
+    """Of a golden model, or of one of VARIANTS."""
+    if name in GOLDENS:
+        return golden_prompts(name)
+    return random_ids(parse_config(_CONFIGS[name]).vocab_size, PROMPT_LENGTHS)
+
+
+def make_model(folder: str, name: str) -> Path:
+    """The checkpoint of a golden model, or of one of VARIANTS."""
     if name in GOLDENS:
         return golden_model(folder, name)
     return write_checkpoint(folder, _CONFIGS[name], family_tensors(_CONFIGS[name], GOLDEN_SEED))
@@ -143,7 +150,7 @@ def _forward_reference(config: ModelConfig, weights: Inputs, prompts: list[list[
 
 def _forward_candidate(ops: OpTable, name: str, prompts: Sequence[Sequence[int]], chunks: Sequence[int]) -> Outputs:
     with tempfile.TemporaryDirectory() as folder:
-        runner = make_runner(_make_model(folder, name), ops, prompts)
+        runner = make_runner(make_model(folder, name), ops, prompts)
     logits = run_chunks(runner, prompts, chunks)
     return {f"logits{i}": rows for i, rows in enumerate(logits)}
 
@@ -172,7 +179,7 @@ def _prefix_reference(config: ModelConfig, weights: Inputs, prompts: list[list[i
 def _prefix_candidate(ops: OpTable, name: str, prompts: Sequence[Sequence[int]]) -> Outputs:
     whole = [[*SOFT_PROMPT, *prompt] for prompt in prompts]
     with tempfile.TemporaryDirectory() as folder:
-        runner = make_runner(_make_model(folder, name), ops, whole)
+        runner = make_runner(make_model(folder, name), ops, whole)
     logits = run_chunks(runner, whole, [len(ids) - 2 for ids in whole])
     return {f"logits{i}": rows[len(SOFT_PROMPT) :] for i, rows in enumerate(logits)}
 
@@ -212,7 +219,7 @@ def _generate_candidate(name: str, prompts: Sequence[Sequence[int]]) -> Outputs:
     with tempfile.TemporaryDirectory() as folder:
         config = EngineConfig(
             device="cpu",
-            model=str(_make_model(folder, name)),
+            model=str(make_model(folder, name)),
             block_size=BLOCK_SIZE,
             num_gpu_blocks_override=_num_blocks(name),
             max_model_len=128 if name == "dynamic" else None,

@@ -22,7 +22,8 @@ from engine.checkpoint.source import resolve
 from engine.checkpoint.stored_tensor import StoredTensor, map_bytes, read_into
 from engine.checkpoint.stored_words import StoredWords, pack_words
 from engine.coded_kv import KVKind, parts_of
-from engine.comm.communicator import OneRank
+from engine.comm.communicator import Communicator, OneRank
+from engine.config import ParallelConfig
 from engine.forward import EagerForward
 from engine.kv_cache import KVCache, make_kv_cache
 from engine.models.registry import ARCHITECTURES
@@ -30,11 +31,13 @@ from engine.ops import OpTable
 from engine.rope_table import RopeTable
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
+from engine.split import rank_config, rank_weights
 
 Array = NDArray[Any]
 Prompts = Sequence[Sequence[int]]
 
 BLOCK_SIZE = 4
+ONE_RANK = ParallelConfig()
 
 
 def namespace_of(array: Any) -> Any:
@@ -90,21 +93,23 @@ def make_runner(
     folder: Path,
     ops: OpTable,
     prompts: Prompts,
-    make_comm: Callable[[OpTable], OneRank] = OneRank,
+    make_comm: Callable[[OpTable], Communicator] = OneRank,
     store: LikeStore | None = None,
     packed: bool = False,
     kv_codes: KVKind | None = None,
+    parallel: ParallelConfig = ONE_RANK,
 ) -> ModelRunner:
     """A runner of the checkpoint with room for these prompts; engine.build makes one over the machine's own ops.
 
     store: where weights and cache lie, and in what type; None = float32 of NumPy. packed: 4-bit weights stay so.
-    kv_codes: what the cache holds in place of numbers.
+    kv_codes: what the cache holds in place of numbers. parallel: which part of the model is this rank's.
     """
     store = LikeStore(np.zeros(0, np.float32)) if store is None else store
     source = resolve(str(folder))
-    config = load_model_config(source)
+    whole = load_model_config(source)
+    config = rank_config(whole, parallel)
     architecture = ARCHITECTURES[config.architecture]
-    weight_map = architecture.weight_map(config)
+    weight_map = rank_weights(architecture.weight_map(whole), whole, parallel)
     weight_map = keep_packed(weight_map) if packed else weight_map
     weights = prepare_weights(load_weights(source, weight_map, store, progress=False), weight_map, ops)
     model = architecture.build(config, weights, ops)
@@ -118,7 +123,8 @@ def make_runner(
 
 
 def run_chunks(runner: ModelRunner, prompts: Prompts, chunks: Sequence[int]) -> list[Array]:
-    """Logits of all tokens of each prompt, [num_tokens, vocab_size], computed together.
+    """Logits of all tokens of each prompt, [num_tokens, vocab_size], computed together. Ranks run the same; those
+    but rank 0 get none.
 
     chunks: tokens a step of each prompt.
     """
@@ -129,10 +135,13 @@ def run_chunks(runner: ModelRunner, prompts: Prompts, chunks: Sequence[int]) -> 
         rows = sorted((i for i, count in enumerate(counts) if count), key=lambda i: counts[i] > 1)  # decodes first
         hidden = run_step(runner, rows, prompts, done, counts)
         ends = np.cumsum([counts[i] for i in rows])
-        for i, part in zip(rows, np.split(runner.model.logits(hidden), ends[:-1]), strict=True):
-            logits[i].append(part)
+        found = runner.comm.gather_logits(runner.model.logits(hidden)) if runner.comm.is_last else None
+        if found is not None:
+            for i, part in zip(rows, np.split(found, ends[:-1]), strict=True):
+                logits[i].append(part)
+        for i in rows:
             done[i] += counts[i]
-    return [np.concatenate(parts) for parts in logits]
+    return [np.concatenate(parts) for parts in logits if parts]
 
 
 def run_step(

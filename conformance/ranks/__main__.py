@@ -1,0 +1,57 @@
+"""`mpirun -n N python -m conformance.ranks [--split TP2|PP2|TP3|TP4|TP2xPP2] [--case WORD]`
+
+Every golden over N ranks of this CPU, in each split of so many, against one rank. A line a case from rank 0; exit
+status 1 where something is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+
+from mpi4py import MPI
+from threadpoolctl import threadpool_limits
+
+from conformance.ranks.splits import MODELS, SPLITS, split_model
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m conformance.ranks", description=__doc__)
+    parser.add_argument("--split", action="append", choices=tuple(SPLITS), help="default: each of so many ranks")
+    parser.add_argument("--case", default="", help="only models with this in their name")
+    args = parser.parse_args(arguments)
+    world = MPI.COMM_WORLD
+    splits = [name for name, (tp, pp) in SPLITS.items() if tp * pp == world.size and name in (args.split or SPLITS)]
+    if not splits:
+        print(f"{world.size} ranks: none of {', '.join(args.split or SPLITS)} has so many", file=sys.stderr)
+        return 2
+    threadpool_limits(1, user_api="blas")
+    failed = False
+    for split in splits:
+        for name in MODELS:
+            if args.case not in name:
+                continue
+            started = time.perf_counter()
+            wrong = split_model(world, name, *SPLITS[split])
+            verdict = f"FAILED: {'; '.join(wrong)}" if wrong else "ok"
+            if world.rank == 0:
+                print(f"{split} {name} ({time.perf_counter() - started:.1f} s): {verdict}", flush=True)
+            failed |= bool(wrong)
+    return int(failed)
+
+
+def run() -> None:
+    """main, but that a rank which fails ends all."""
+    try:
+        status = main()
+    except Exception:
+        traceback.print_exc()
+        MPI.COMM_WORLD.Abort(1)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    run()

@@ -16,8 +16,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tqdm import tqdm
-
 from engine.checkpoint.folder import folder_tensors, read_json
 from engine.checkpoint.gguf_file import read_gguf
 from engine.checkpoint.gguf_llama import hf_tensors, model_config_from_gguf
@@ -32,6 +30,7 @@ from engine.config import ModelConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.model_config.read import model_config_from_hf
 from engine.packed4 import PACKED, PACKED_GATED
+from engine.progress import Progress
 from engine.weights import EMBEDDING, HEAD, LinearSpec, LinearWeight, WeightMap, Weights
 
 Array = Any
@@ -81,7 +80,7 @@ def load_weights(
     Args:
         store: where weights go, and in which type.
         seed: of the random weights if load_format is "dummy"; then no weight file is opened.
-        progress: show a bar on standard error if that is a terminal.
+        progress: say on standard error how far it is.
 
     Raises:
         CheckpointError: a file is missing or damaged, or its tensors are not those of weight_map; names them all.
@@ -109,8 +108,7 @@ def load_weights(
     reads = [(copy.stored(tensors[copy.name]), copy.target) for copy in copies]
     reads.sort(key=lambda read: (read[0].file, read[0].offset))
     num_bytes = sum(tensor.num_bytes for tensor, _ in reads)
-    hidden = None if progress else True  # None: hidden unless standard error is a terminal
-    with tqdm(total=num_bytes, desc="loading", unit="B", unit_scale=True, disable=hidden) as bar:
+    with Progress(num_bytes, "loading", "B", hidden=not progress) as bar:
         for tensor, target in reads:
             store.read(tensor, target)
             bar.update(tensor.num_bytes)
@@ -273,30 +271,31 @@ def _fill_quantized(
         CheckpointError: names the module that is damaged.
     """
     linears, lost = dict(weights.linears), {}
-    hidden = None if progress else True
-    for spec in tqdm(weight_map.linears, desc="unpacking", disable=hidden):
-        weight = linears[spec.dest]
-        if spec.packed is not None:
-            words = quantized.words(spec)
-            tensors = store.repack(words)
-            if words.order is not None and spec.packed.order == "gathered":
-                tensors["order"] = store.put(words.order)
-            linears[spec.dest] = _packed(spec, tensors, weight.bias)
-            continue
-        if spec.coded is not None:
-            codes = weight.tensors["weight"]
-            if spec.coded.kind == FP8:
-                flat = codes.reshape(-1)
-                parts = (flat[first : first + CODES_AT_ONCE] for first in range(0, flat.size, CODES_AT_ONCE))
-                lost[spec] = [((part & FP8_NAN) == FP8_NAN).any() for part in parts]  # known when the GPU is so far
-            scales = {name: store.put(array) for name, array in quantized.coded(spec).items()}
-            linears[spec.dest] = replace(weight, format=spec.coded.kind, tensors={"weight": codes} | scales)
-            continue
-        for module in spec.stored():
-            if module.name in modules:
-                place = (module.place,) if module.expert is None else (module.expert, module.place)
-                target = _fit(weight.tensors["weight"][place], module.rows)
-                store.write(quantized.dense(module, spec.transposed), target)
+    with Progress(len(weight_map.linears), "unpacking", "linear layers", hidden=not progress) as bar:
+        for spec in weight_map.linears:
+            bar.update()
+            weight = linears[spec.dest]
+            if spec.packed is not None:
+                words = quantized.words(spec)
+                tensors = store.repack(words)
+                if words.order is not None and spec.packed.order == "gathered":
+                    tensors["order"] = store.put(words.order)
+                linears[spec.dest] = _packed(spec, tensors, weight.bias)
+                continue
+            if spec.coded is not None:
+                codes = weight.tensors["weight"]
+                if spec.coded.kind == FP8:
+                    flat = codes.reshape(-1)
+                    parts = (flat[first : first + CODES_AT_ONCE] for first in range(0, flat.size, CODES_AT_ONCE))
+                    lost[spec] = [((part & FP8_NAN) == FP8_NAN).any() for part in parts]  # known when the GPU is so far
+                scales = {name: store.put(array) for name, array in quantized.coded(spec).items()}
+                linears[spec.dest] = replace(weight, format=spec.coded.kind, tensors={"weight": codes} | scales)
+                continue
+            for module in spec.stored():
+                if module.name in modules:
+                    place = (module.place,) if module.expert is None else (module.expert, module.place)
+                    target = _fit(weight.tensors["weight"][place], module.rows)
+                    store.write(quantized.dense(module, spec.transposed), target)
     if damaged := [module for spec, found in lost.items() if any(map(bool, found)) for module, _ in spec.parts]:
         raise CheckpointError(f"{', '.join(damaged)}: codes that are no numbers; fetch the files again")
     return replace(weights, linears=linears)

@@ -24,6 +24,7 @@ from conformance.case import Case
 from conformance.engine_run import namespace_of
 from conformance.implementation import ImplementationError, load_implementation
 from conformance.machines import Swap, dry_run, kernels_of
+from engine.kernels.compile import CUDA
 from engine.kernels.device import Device, Instance
 from engine.kernels.notes import Notes
 from engine.ops import OpTable, cpu_ops
@@ -33,7 +34,7 @@ Array = Any
 
 WHOLE_MODELS = "llama"  # stem of cases that are no case of one op
 GLOBAL = re.compile(r"(template\s*<[^{};]*?>\s*)?__global__\s+[^;{}]*?\b(\w+)\s*\((?=[^()]*\w+\s*[*&\w]*\s+\w+)")
-COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+ASIDE = re.compile(r"//[^\n]*|/\*.*?\*/|\b__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)", re.DOTALL)  # no name is in it
 OPS = tuple(field.name for field in fields(OpTable) if field.name not in ("prepare", "sampling", "mla_split_kv_b"))
 LINEAR = ("linear", "logits")  # ops that take a LinearWeight
 
@@ -56,9 +57,15 @@ def swapped_kernel(op: str, impl: str) -> Swap:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ImplementationError(f"--impl {impl}: {path} cannot be read as UTF-8: {error}") from error
-    kernels = {name: bool(template) for template, name in GLOBAL.findall(COMMENT.sub("", text))}
+    text = ASIDE.sub("", text)
+    kernels = {name: bool(template) for template, name in GLOBAL.findall(text)}
     if entry not in kernels:
         raise ImplementationError(f"{file} has no kernel {entry}; it has {', '.join(kernels) or 'none'}")
+    found, wanted = _parameters(text, entry), _own_parameters(op)
+    if wanted and len(found) != len(wanted):
+        raise ImplementationError(
+            f"--impl {impl}: {entry} has {len(found)} parameters, {op} of cuda/ has {len(wanted)}: {', '.join(wanted)}"
+        )
 
     def swap(instance: Instance) -> Instance:
         name, bracket, arguments = instance.entry.partition("<")
@@ -67,6 +74,30 @@ def swapped_kernel(op: str, impl: str) -> Swap:
         return Instance(str(path.with_suffix("")), f"{entry}{bracket}{arguments}" if kernels[entry] else entry)
 
     return swap
+
+
+def _own_parameters(op: str) -> list[str]:
+    """Of the kernel of this name in cuda/; empty: there is none."""
+    for path in sorted(CUDA.glob("*.cu")):
+        text = ASIDE.sub("", path.read_text("utf-8"))
+        if any(name == op for _, name in GLOBAL.findall(text)):
+            return _parameters(text, op)
+    return []
+
+
+def _parameters(text: str, entry: str) -> list[str]:
+    """What stands between the brackets of a kernel, between commas that are in no brackets of their own."""
+    head = next(match for match in GLOBAL.finditer(text) if match[2] == entry)
+    depth, found = 1, [""]
+    for character in text[head.end() :]:
+        depth += (character in "(<[{") - (character in ")>]}")
+        if not depth:
+            break
+        if character == "," and depth == 1:
+            found.append("")
+        else:
+            found[-1] += character
+    return [" ".join(parameter.split()) for parameter in found]
 
 
 def cases_of_kernel(op: str, cases: Sequence[Case], like: Device) -> list[Case]:

@@ -17,15 +17,14 @@ MAX_SEED = 2**32 - 1  # so that seeds that are made of it fit the generators
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Ends the process with status 2 and a message where they cannot be read."""
     if arguments and arguments[0] == "export":  # a command of its own, of the cases of the kernels
-        target = [] if _names(arguments, "--target") else ["--target", "host"]
-        arguments = ["--export", *arguments[1:], *target]
+        arguments = _as_option(arguments[1:])
     if _names(arguments, "--impl") and not _names(arguments, "--target", "--exercise"):
         arguments = [*arguments, "--target", "host"]
     parser = argparse.ArgumentParser(
         prog="python -m conformance",
         description="Kernels and their twins against ref.",
-        epilog="python -m conformance export DIR [--target host|gpu] [--op STEM] [--case NAME] [--seed N] writes "
-        "the cases as files, for kernels in other languages.",
+        epilog="python -m conformance export DIR writes cases as files, for kernels in other languages; see "
+        "python -m conformance export --help.",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--target", choices=TARGETS)
@@ -83,6 +82,26 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write them as JUnit's XML")
     return parser.parse_args(arguments)
+
+
+def _as_option(arguments: Sequence[str]) -> list[str]:
+    """What `export DIR …` is as options; with --help, what it is."""
+    parser = argparse.ArgumentParser(
+        prog="python -m conformance export",
+        description="Writes cases as files, for kernels in other languages: inputs, what ref answers, and limits.",
+    )
+    parser.add_argument("folder", metavar="DIR", help="a new folder, or an empty one")
+    parser.add_argument("--target", metavar="cpu|host|gpu", default="host", help="whose cases (default host)")
+    parser.add_argument("--op", metavar="STEM", help="only cases of this stem, such as attention")
+    parser.add_argument("--case", metavar="NAME", help="only the case of this name")
+    parser.add_argument("--seed", type=_seed, default=0, help="of the inputs (default 0)")
+    given, others = parser.parse_known_args(arguments)
+    asked = {"--export": given.folder, "--target": given.target, "--op": given.op, "--case": given.case}
+    return [
+        *(word for flag, value in asked.items() if value for word in (flag, value)),
+        f"--seed={given.seed}",
+        *others,
+    ]
 
 
 def _names(arguments: Sequence[str], *flags: str) -> bool:

@@ -9,6 +9,7 @@ python -m ref --model DIR --ids 1,2,3 --compare engine
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 import time
@@ -158,4 +159,5 @@ def _report(args: argparse.Namespace, token_ids: list[int], logits: NDArray[np.f
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, as it ends other tools: with no word
     sys.exit(main())

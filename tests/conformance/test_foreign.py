@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from conformance import __main__ as command
+from conformance import foreign
 
 KERNEL = """
 #include "vec.cuh"
@@ -121,6 +122,16 @@ def test_dlpack(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     assert (status, lines[-1].split(";")[0]) == (0, "1 passed, 0 failed, 0 skipped")
 
 
+def test_parameters_of_every_kernel() -> None:
+    """Commas within brackets part nothing, and launch bounds are no parameters."""
+    text = "template <int n> __global__ void __launch_bounds__(32 * (n + 1)) k(Pair<int, n> a, int size) {}"
+    text = foreign.ASIDE.sub("", text)
+    assert foreign.GLOBAL.findall(text)[0][1] == "k"
+    assert foreign._parameters(text, "k") == ["Pair<int, n> a", "int size"]
+    assert len(foreign._own_parameters("attention_decode")) == 18
+    assert foreign._own_parameters("nobody's") == []
+
+
 def test_a_wrong_function(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     status, lines, _ = run(capsys, "rmsnorm", f"{folder / 'functions.py'}:eps_forgotten", "--target", "cpu")
     assert (status, lines[-1].split(";")[0].endswith("0 passed")) == (1, False)
@@ -140,6 +151,12 @@ def test_a_wrong_function(capsys: pytest.CaptureFixture[str], folder: Path) -> N
         ("rmsnorm", "mine.cu:mine", ("--case", "none"), "no case of --target host has --case none; its stems are"),
         ("rmsnorm", "bytes.cu:mine", (), "cannot be read as UTF-8"),
         ("rmsnorm", "mine.cu:unsaid", (), "has no kernel unsaid; it has mine, plain"),
+        (
+            "layernorm",
+            "mine.cu:mine",
+            (),
+            "mine has 6 parameters, layernorm of cuda/ has 8: const T* x, const T*",
+        ),
     ],
 )
 def test_refused(

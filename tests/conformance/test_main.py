@@ -192,6 +192,17 @@ def test_export(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert errors.max() <= about["outputs"][name]["worst_limit"] < 0.1
 
 
+def test_the_help_of_export(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own, not that of everything."""
+    for arguments, status in ((["export", "--help"], "0"), (["export"], "2")):
+        with pytest.raises(SystemExit, match=status):
+            command.main(arguments)
+    said = capsys.readouterr()
+    assert said.out.startswith("usage: python -m conformance export [-h]")
+    assert "--exercise" not in said.out
+    assert "python -m conformance export: error: the following arguments are required: DIR" in said.err
+
+
 def test_export_where_something_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Neither a README of somebody's is lost, nor are cases of another seed taken for part of it."""
     (tmp_path / "README.txt").write_text("mine")

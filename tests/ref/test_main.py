@@ -1,6 +1,7 @@
 """python -m ref: the file it writes, the trace it prints, and one clear line for each mistake."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,16 @@ def test_trace_prints_a_line_a_step(folder: Path, capsys: pytest.CaptureFixture[
     low, high, milliseconds = map(float, fields[2:])
     assert low < high
     assert milliseconds >= 0
+
+
+def test_a_reader_that_leaves_ends_it_with_no_word(folder: Path) -> None:
+    command = [sys.executable, "-m", "ref", "--model", str(folder), "--ids", "1,2,3", "--trace"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as done:
+        assert done.stdout is not None
+        assert done.stderr is not None
+        done.stdout.close()
+        assert done.stderr.read() == b""
+    assert done.returncode == -signal.SIGPIPE
 
 
 def test_layers_are_written(folder: Path, tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from conformance.options import unwritable
+
 TORCH, TRITON, CUBLAS = (f"conformance.peers.{name}_ops" for name in ("torch", "triton", "cublas"))
 GATHERED = "keys gathered side by side, then scaled_dot_product_attention with a mask"
 FOREIGN = {  # (op, module) → what it is
@@ -90,6 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", choices=("host", "gpu"), default="gpu")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(arguments)
+    if args.json is not None and (problem := unwritable(args.json)):
+        parser.error(f"--json {args.json}: {problem}")
     wanted = [one for one in FOREIGN if args.target == "gpu" or one[1] == TORCH]
     try:
         with ThreadPoolExecutor(JOBS) as team:

@@ -40,6 +40,15 @@ def test_every_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert lines[:2] == ["conformance.peers.torch_ops:embedding: 1 passed, 1 failed", "    odd 0.5 0.1"]
 
 
+def test_a_file_that_cannot_be_written_is_said_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(subprocess, "run", None)  # nothing may run
+    with pytest.raises(SystemExit, match="2"):
+        peers_table.main(["--json", str(tmp_path)])
+    assert f"--json {tmp_path}: it cannot be written: Is a directory" in capsys.readouterr().err
+
+
 def test_without_a_gpu_torch_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(subprocess, "run", fake_run)
     assert peers_table.main(["--target", "host"]) == 0

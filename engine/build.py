@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import importlib.util
 import logging
+import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.admission import Limits
 from engine.api import ModelInfo
-from engine.backends.backend import Backend
+from engine.backends.backend import ALONE, Backend, Place
 from engine.blocks import BlockManager
 from engine.checkpoint.loader import load_model_config
 from engine.checkpoint.source import ModelSource, resolve
-from engine.comm.communicator import OneRank
-from engine.config import EngineConfig, ModelConfig, StepLimits
-from engine.errors import ConfigError, KernelError
+from engine.choose_split import choose_split
+from engine.comm.communicator import Communicator
+from engine.comm.plan_channel import Publisher, Receiver, largest_message, open_channel
+from engine.comm.ranks import Ranks, join_ranks
+from engine.config import EngineConfig, ModelConfig, ParallelConfig, StepLimits
+from engine.errors import ConfigError, GlintError, KernelError
 from engine.faults import Faults
+from engine.follow import follow
+from engine.forward import Forward
+from engine.kv_cache import KVCache
 from engine.loop import Engine
 from engine.memory_plan import MemoryPlan
 from engine.model_config.read import summary
@@ -27,6 +36,7 @@ from engine.rope_table import RopeTable
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
+from engine.split import rank_config, rank_weights
 from engine.system import has_nvidia_driver
 
 logger = logging.getLogger(__name__)
@@ -41,45 +51,132 @@ class BuiltEngine:
     source: ModelSource
     memory: MemoryPlan
     device: str  # what computes, in words
+    close: Callable[[], None] = lambda: None  # lets the ranks that follow go, where there are any
 
 
-def build_engine(config: EngineConfig, faults: Faults | None = None, progress: bool = True) -> BuiltEngine:
-    """Loads the model of a config.
+class Followed(SystemExit):
+    """Raised in ranks other than 0: they have followed it to the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What is known before any weight is read."""
+
+    source: ModelSource
+    model_config: ModelConfig  # of the whole model
+    max_model_len: int
+    parallel: ParallelConfig
+    backend: Backend
+    limits: StepLimits
+
+    @property
+    def num_positions(self) -> int:
+        return len(self.model_config.soft_prompt_ids) + self.max_model_len
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A rank's part of the model, in memory; with one rank, all of it."""
+
+    model: Model
+    comm: Communicator
+    cache: KVCache
+    rope: RopeTable
+    forward: Forward
+    memory: MemoryPlan
+
+
+def build_engine(
+    config: EngineConfig, faults: Faults | None = None, progress: bool = True, ranks: Ranks | None = None
+) -> BuiltEngine:
+    """Loads the model of a config. Of several ranks, rank 0 gets the engine; the others follow it until it is closed
+    or its process ends, and their call does not return.
+
+    Args:
+        ranks: those of this job; by default what the MPI launcher has said.
 
     Raises:
         ConfigError, CheckpointError: the model cannot be served; the message says why.
+        Followed: this rank has followed rank 0 to the end. It ends the process where it is not caught.
     """
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if (getattr(config, name) or 1) > 1:
-            raise ConfigError(f"--{name.replace('_', '-')}: a model runs on one rank for now")
-    source = resolve(config.model)
-    model_config = load_model_config(source)
-    logger.info("%s: %s", source.name, summary(model_config))
-    _check_kv_cache_dtype(config, model_config)
-    max_model_len = _max_model_len(config, model_config)
-    backend = make_backend(config, model_config)
-    logger.info("%s", backend.description)
-    limits = config.step_limits(backend.limits)
-    architecture = ARCHITECTURES[model_config.architecture]
-    weights = backend.load(source, architecture.weight_map(model_config), config, progress)
-    model = architecture.build(model_config, weights, backend.ops)
-    num_positions = len(model_config.soft_prompt_ids) + max_model_len
-    memory = backend.plan_memory(config, limits, model, weights, num_positions)
-    logger.info("memory:\n%s", memory.table())
-    engine = _assemble(config, limits, model, backend, memory, max_model_len, faults)
+    ranks = join_ranks(os.environ) if ranks is None else ranks
+    found = _find(config, ranks)
+    part = _load(config, ranks, found, progress and ranks.rank == 0)
+    channel = open_channel(ranks, _largest_message(found, part.memory))
+    if isinstance(channel, Receiver):
+        follow(channel, part.model, part.forward, part.comm, found.backend.settle)
+        raise Followed(0)
+    if channel is not None:
+        atexit.register(channel.stop)
+    engine = _assemble(config, found, part, channel, faults)
+    source = found.source
     own_names = (source.name, "starter") if config.model == "starter" else (source.name,)
     info = ModelInfo(
         names=config.served_model_name or own_names,
         root=source.name,
         created=int(time.time()),
-        vocab_size=model_config.vocab_size,
-        max_model_len=max_model_len,
+        vocab_size=found.model_config.vocab_size,
+        max_model_len=found.max_model_len,
         has_tokenizer=False,  # the front end, which loads it, knows
         has_chat_template=False,
         max_logprobs=config.max_logprobs,
-        default_sampling=model_config.default_sampling,
+        default_sampling=found.model_config.default_sampling,
     )
-    return BuiltEngine(engine, info, source, memory, backend.description)
+    close = (lambda: None) if channel is None else channel.stop
+    return BuiltEngine(engine, info, source, part.memory, found.backend.description, close)
+
+
+def _find(config: EngineConfig, ranks: Ranks) -> _Found:
+    """Raises ConfigError, CheckpointError on all ranks where one of them has a reason."""
+    found, problem = None, ""
+    try:
+        found = _find_alone(config, ranks)
+    except GlintError as error:
+        if ranks.size == 1:
+            raise
+        problem = str(error)
+    ranks.agree(problem, "looking at the model")
+    assert found is not None, "or there was a problem"
+    return found
+
+
+def _find_alone(config: EngineConfig, ranks: Ranks) -> _Found:
+    source = resolve(config.model)
+    model_config = load_model_config(source)
+    say = logger.info if ranks.rank == 0 else logger.debug
+    say("%s: %s", source.name, summary(model_config))
+    _check_kv_cache_dtype(config, model_config)
+    max_model_len = _max_model_len(config, model_config)
+    tp, pp, why = choose_split(config, model_config, ranks.size, len(ranks.host_ranks))
+    parallel = ParallelConfig(ranks.rank, tp, pp)
+    if ranks.size > 1:
+        say("%d ranks: tensor parallel %d, pipeline parallel %d: %s", ranks.size, tp, pp, why)
+    place = Place(ranks.host_rank, len(ranks.host_ranks))
+    backend = make_backend(config, rank_config(model_config, parallel), place)
+    logger.info("%s", backend.description)
+    return _Found(source, model_config, max_model_len, parallel, backend, config.step_limits(backend.limits))
+
+
+def _load(config: EngineConfig, ranks: Ranks, found: _Found, progress: bool) -> _Part:
+    backend, whole, parallel = found.backend, found.model_config, found.parallel
+    comm = backend.make_comm(ranks.world, parallel, whole, config)
+    architecture = ARCHITECTURES[whole.architecture]
+    weight_map = rank_weights(architecture.weight_map(whole), whole, parallel)
+    weights = backend.load(found.source, weight_map, config, progress)
+    model = architecture.build(rank_config(whole, parallel), weights, backend.ops)
+    ranks.gather(None, "loading the weights")  # what is free is known once all have theirs
+    memory = backend.plan_memory(config, found.limits, model, weights, found.num_positions)
+    memory = memory.with_blocks(ranks.minimum(memory.num_blocks, "planning the memory"))
+    logger.info("memory:\n%s", memory.table())
+    cache = backend.make_cache(model, memory)
+    rope = RopeTable(model.config.rope, model.config.rotary_dim, found.num_positions)
+    forward = backend.make_forward(found.limits, model, comm, cache, rope, found.num_positions)
+    return _Part(model, comm, cache, rope, forward, memory)
+
+
+def _largest_message(found: _Found, memory: MemoryPlan) -> int:
+    width = min(-(-found.num_positions // memory.block_size), memory.num_blocks)
+    return largest_message(found.limits.max_num_seqs, found.limits.max_num_batched_tokens, width)
 
 
 def _check_kv_cache_dtype(config: EngineConfig, model_config: ModelConfig) -> None:
@@ -93,7 +190,7 @@ def _check_kv_cache_dtype(config: EngineConfig, model_config: ModelConfig) -> No
             )
 
 
-def make_backend(config: EngineConfig, model_config: ModelConfig) -> Backend:
+def make_backend(config: EngineConfig, model_config: ModelConfig, place: Place = ALONE) -> Backend:
     """The machine that is asked for; a GPU, if there is one that can run the model, where nothing is said.
 
     Raises:
@@ -111,17 +208,17 @@ def make_backend(config: EngineConfig, model_config: ModelConfig) -> Backend:
         if why:
             raise ConfigError(f"--device cuda: {why}; use --device cpu, or auto")
     try:
-        return _named_backend(name, config, model_config)
+        return _named_backend(name, config, model_config, place)
     except (ImportError, KernelError) as error:  # a library that is not there, a GPU that is too old
         if config.device != "auto" or name == "cpu":
             raise ConfigError(f"--device {name}: {error}; use --device cpu") from error
         logger.warning("there is an NVIDIA GPU here, but this model runs on the CPU: %s", error)
-        return _named_backend("cpu", config, model_config)
+        return _named_backend("cpu", config, model_config, place)
 
 
-def _named_backend(name: str, config: EngineConfig, model_config: ModelConfig) -> Backend:
+def _named_backend(name: str, config: EngineConfig, model_config: ModelConfig, place: Place) -> Backend:
     """By name, so that a machine without a GPU never imports what needs one."""
-    backend: Backend = importlib.import_module(f"engine.backends.{name}").make_backend(config, model_config)
+    backend: Backend = importlib.import_module(f"engine.backends.{name}").make_backend(config, model_config, place)
     return backend
 
 
@@ -138,34 +235,27 @@ def _no_gpu(model_config: ModelConfig) -> str:
 
 
 def _assemble(
-    config: EngineConfig,
-    limits: StepLimits,
-    model: Model,
-    backend: Backend,
-    memory: MemoryPlan,
-    max_model_len: int,
-    faults: Faults | None,
+    config: EngineConfig, found: _Found, part: _Part, channel: Publisher | None, faults: Faults | None
 ) -> Engine:
-    soft_prompt_ids = model.config.soft_prompt_ids
-    num_rows = len(soft_prompt_ids) + max_model_len
-    cache = backend.make_cache(model, memory)
-    rope = RopeTable(model.config.rope, model.config.rotary_dim, num_rows)
-    comm = OneRank(backend.ops)
-    forward = backend.make_forward(limits, model, comm, cache, rope, num_rows)
+    backend, limits, geometry = found.backend, found.limits, found.model_config
     sampling = backend.ops.sampling
-    sampler = Sampler(model.config.vocab_size, limits.max_num_seqs, sampling)
-    runner = ModelRunner(model, forward, comm, cache, rope, sampler, sampling)
+    sampler = Sampler(geometry.vocab_size, limits.max_num_seqs, sampling)
+    publish = (lambda plan: None) if channel is None else channel.publish
+    runner = ModelRunner(part.model, part.forward, part.comm, part.cache, part.rope, sampler, sampling, publish)
     backend.warm_up(runner)
-    shares = config.enable_prefix_caching and not soft_prompt_ids  # read both ways, a prompt's keys depend on its end
-    blocks = BlockManager(memory.num_blocks, config.block_size, shares)
-    scheduler = Scheduler(blocks, limits.max_num_seqs, limits.max_num_batched_tokens, num_rows)
+    if channel is not None:
+        channel.warm()
+    backend.settle()
+    shares = config.enable_prefix_caching and not geometry.soft_prompt_ids  # these are read both ways: keys depend on
+    blocks = BlockManager(part.memory.num_blocks, config.block_size, shares)  # a prompt's end
+    scheduler = Scheduler(blocks, limits.max_num_seqs, limits.max_num_batched_tokens, found.num_positions)
     request_limits = Limits(
-        vocab_size=model.config.vocab_size,
-        max_model_len=max_model_len,
+        vocab_size=geometry.vocab_size,
+        max_model_len=found.max_model_len,
         max_logprobs=config.max_logprobs,
         max_waiting=config.max_waiting,
-        eos_token_ids=model.config.eos_token_ids,
-        soft_prompt_ids=soft_prompt_ids,
+        eos_token_ids=geometry.eos_token_ids,
+        soft_prompt_ids=geometry.soft_prompt_ids,
     )
     late_allocations = backend.num_late_allocations
     return Engine(scheduler, runner, request_limits, config.seed, faults, backend.overlaps, late_allocations)

@@ -215,6 +215,7 @@ class EngineConfig:
     shutdown_grace_s: float = 5.0
     tensor_parallel_size: int | None = None  # ranks that share each layer; None: chosen for the ranks there are
     pipeline_parallel_size: int | None = None  # stages, each with a run of layers; None: as above
+    allreduce: Literal["auto", "float32", "bfloat16", "int8", "int8-plain"] = "auto"  # what ranks send to add up
 
     def step_limits(self, defaults: StepLimits) -> StepLimits:
         """What is asked for, or else the defaults of the machine, each within the other where only one is given."""
@@ -233,7 +234,7 @@ class EngineConfig:
         found: list[tuple[str, str]] = []
         for name, low, high in _INT_RANGES:
             found += _int_problem(name, getattr(self, name), low, high)
-        for name in ("device", "cuda_arch", "dtype", "kv_cache_dtype", "w4a8", "load_format"):
+        for name in ("device", "cuda_arch", "dtype", "kv_cache_dtype", "w4a8", "load_format", "allreduce"):
             choices = get_args(get_type_hints(EngineConfig)[name])
             if getattr(self, name) not in choices:
                 found.append((name, f"is {getattr(self, name)!r}; it must be one of {', '.join(choices)}"))

@@ -18,9 +18,17 @@ KV_LIMIT = 4 << 30  # bytes; a CPU does not serve more contexts than this holds
 
 
 def plan_memory(
-    config: EngineConfig, limits: StepLimits, model: Model, weight_bytes: int, max_model_len: int
+    config: EngineConfig,
+    limits: StepLimits,
+    model: Model,
+    weight_bytes: int,
+    max_model_len: int,
+    num_ranks: int = 1,
 ) -> MemoryPlan:
     """Sizes the KV pool: num_gpu_blocks_override if given, else a share of what is free.
+
+    Args:
+        num_ranks: how many have their weights by now, and share what is free.
 
     Raises:
         ConfigError: the largest step, the rotary table, one block or all of num_gpu_blocks_override does not fit;
@@ -29,7 +37,7 @@ def plan_memory(
     block_bytes = sum(spec.bytes_per_block(config.block_size, FLOAT32, config.kv_codes) for spec in model.cache_specs)
     uses = _workspace(config, limits, model, max_model_len)
     workspace = uses["max_num_batched_tokens"] + max(uses["max_model_len"], uses["max_num_seqs"])
-    available = available_memory()
+    available = available_memory() // num_ranks
     if workspace > available:
         name = max(uses, key=uses.__getitem__)
         value = max_model_len if name == "max_model_len" else getattr(limits, name)

@@ -4,7 +4,7 @@ large is allocated; see engine.memory for a CPU and engine.gpu_memory for a GPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Place = Literal["GPU", "host"]
@@ -39,6 +39,18 @@ class MemoryPlan:
     def bytes_of(self, name: str) -> int:
         """Of all buffers of this name."""
         return sum(buffer.num_bytes for buffer in self.buffers if buffer.name == name)
+
+    def with_blocks(self, num_blocks: int) -> MemoryPlan:
+        """The plan of a pool with so many blocks: those that the rank with the least room has."""
+        if num_blocks == self.num_blocks:
+            return self
+        buffers = tuple(
+            replace(buffer, num_bytes=buffer.num_bytes // self.num_blocks * num_blocks)
+            if buffer.name == KV_CACHE
+            else buffer
+            for buffer in self.buffers
+        )
+        return replace(self, buffers=buffers, num_blocks=num_blocks)
 
     def bytes_on(self, place: Place) -> int:
         """Of what is held in a place once everything is loaded."""

@@ -130,7 +130,12 @@ OPTIONS = (
         ("-pp", "--pipeline-parallel"),
     ),
     Option("split", text, "how uneven cards share the model", instead="the model runs on one rank"),
-    Option("allreduce", text, "how ranks add up", served=("auto",), instead="one rank has nothing to add up"),
+    Option(
+        "allreduce",
+        text,
+        "what ranks send each other when they add up, on a CPU; auto is float32",
+        metavar="auto|float32|bfloat16|int8|int8-plain",
+    ),
     Option("dual_stream", text, "overlap of sums and compute", served=("auto", "off"), instead="it needs ranks"),
     Option(
         "enable_chunked_prefill",

@@ -17,8 +17,9 @@ from types import FrameType
 
 from engine.api import TokenEvent
 from engine.build import BuiltEngine, build_engine
+from engine.comm.ranks import Ranks, join_ranks
 from engine.config import EngineConfig
-from engine.env import launched_ranks, read_environment
+from engine.env import read_environment
 from engine.errors import CapacityError, ConfigError, EngineDeadError, GlintError, RequestError
 from engine.front_end import FrontEnd, listen
 from engine.log import set_up_logging
@@ -133,13 +134,17 @@ def wait_until_front_end_is_ready(front_end: FrontEnd) -> None:
             raise TypeError(f"unexpected message {type(other).__name__}")
 
 
-def serve(config: EngineConfig) -> None:
-    """Serves until a signal says stop.
+def serve(config: EngineConfig, ranks: Ranks) -> None:
+    """Serves until a signal says stop; ranks other than 0 follow until then.
 
     Raises:
         GlintError: it could not be started or cannot go on.
         StopSignal: stopped before it was ready.
     """
+    if ranks.rank != 0:
+        for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 drains, then says that it is over
+            signal.signal(number, signal.SIG_IGN)
+        build_engine(config, ranks=ranks)
     service: Service | None = None
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -154,7 +159,7 @@ def serve(config: EngineConfig) -> None:
     url = f"http://{config.host}:{listener.getsockname()[1]}"
     front_end = FrontEnd(config, listener)
     try:
-        built = build_engine(config)
+        built = build_engine(config, ranks=ranks)
         source = built.source
         front_end.send(Loaded(built.info, source.kind, str(source.path), config.chat_template))
         wait_until_front_end_is_ready(front_end)
@@ -175,12 +180,10 @@ def main(argv: list[str]) -> int:
     """Returns the exit code: 0 after a stop, 1 after an error, 128 + the signal if stopped before ready."""
     try:
         environment = read_environment(os.environ)
-        set_up_logging("rank 0", environment.log_level)
-        num_ranks = launched_ranks(os.environ)
-        if num_ranks > 1:
-            raise ConfigError(f"started by MPI with {num_ranks} ranks, but a model runs on one rank for now; use -n 1")
+        ranks = join_ranks(os.environ)
+        set_up_logging(f"rank {ranks.rank}", environment.log_level)
         config = parse_args(argv)
-        serve(replace(config, api_key=config.api_key or environment.api_key))
+        serve(replace(config, api_key=config.api_key or environment.api_key), ranks)
     except StopSignal as stop:
         number = stop.args[0]
         print(f"engine.serve: stopped by {number.name} before it was ready", file=sys.stderr)

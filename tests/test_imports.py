@@ -38,6 +38,7 @@ LAYERS = (
     ("engine.models", "engine.checkpoint"),
     ("engine.split_sizes",),
     ("engine.split",),
+    ("engine.choose_split",),
     ("engine.forward",),
     (
         "engine.sampler",
@@ -54,7 +55,7 @@ LAYERS = (
     ),
     ("engine.backends",),
     ("engine.admission",),
-    ("engine.in_flight", "engine.slots"),
+    ("engine.in_flight", "engine.slots", "engine.follow"),
     ("engine.loop",),
     ("engine.build",),
     (

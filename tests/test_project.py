@@ -21,7 +21,7 @@ RUNTIME = ("engine", "server", "ref")
 OURS = {*RUNTIME, "conformance", "tests"}
 # never in a default install: GPU and MPI come with an extra, torch and its kin are for the oracle alone
 EXTRA_ONLY = re.compile(r"(torch|jax|jaxlib|cupy|mpi4py|mpich|openmpi|transformers|nvidia|cuda)\b.*", re.I)
-TOOLS = {"mypy", "ruff"}  # of make lint
+TOOLS = {"mpich", "mypy", "ruff"}  # of make lint
 MAX_FILE_BYTES = 1_000_000
 # hosts that a reader may be sent to; example names, names without a dot, and this machine itself
 HOSTS = re.compile(

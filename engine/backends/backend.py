@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from engine.checkpoint.source import ModelSource
@@ -16,6 +17,17 @@ from engine.ops import OpTable
 from engine.rope_table import RopeTable
 from engine.runner import ModelRunner
 from engine.weights import WeightMap, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which of the ranks of its host a rank is: they share memory and cores, and each has a GPU of its own."""
+
+    number: int
+    count: int
+
+
+ALONE = Place(0, 1)
 
 
 class Backend(Protocol):
@@ -53,9 +65,13 @@ class Backend(Protocol):
         ...
 
     def warm_up(self, runner: ModelRunner) -> None:
-        """Everything that only a first step needs is done here, before anybody waits for it."""
+        """Runs all that only a first step needs, before anybody waits for it; on rank 0, whom the others follow."""
+        ...
+
+    def settle(self) -> None:
+        """Warm-up is over: nothing more is compiled, and memory is what it will be."""
         ...
 
     def num_late_allocations(self) -> int:
-        """How often memory of a GPU was found to have been allocated since warm_up."""
+        """How often memory of a GPU was found to have been allocated since then."""
         ...

@@ -6,6 +6,7 @@ import logging
 
 from threadpoolctl import threadpool_limits
 
+from engine.backends.backend import Place
 from engine.checkpoint.loader import load_weights
 from engine.checkpoint.prepare import prepare_weights
 from engine.checkpoint.source import ModelSource
@@ -33,13 +34,14 @@ LIMITS = StepLimits(max_num_seqs=64, max_num_batched_tokens=512)  # unless the u
 class CpuBackend:
     """See engine.backends.backend.Backend."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, place: Place) -> None:
         if config.dtype in ("bfloat16", "float16"):
             raise ConfigError(f"--dtype {config.dtype}: a CPU computes in float32; use auto or float32")
         if config.w4a8 != "off":
             logger.warning("--w4a8 %s is left out: it is for GPUs of compute capability 9.0", config.w4a8)
         self._kv_codes = config.kv_codes
-        num_threads = config.num_threads or usable_cores()
+        self._place = place
+        num_threads = config.num_threads or max(1, usable_cores() // place.count)
         threadpool_limits(1, user_api="blas")  # the threads are those of engine.cpu.team
         self.ops = cpu_ops(num_threads)
         self.limits = LIMITS
@@ -58,7 +60,7 @@ class CpuBackend:
     def plan_memory(
         self, config: EngineConfig, limits: StepLimits, model: Model, weights: Weights, num_positions: int
     ) -> MemoryPlan:
-        return plan_memory(config, limits, model, weights.num_bytes, num_positions)
+        return plan_memory(config, limits, model, weights.num_bytes, num_positions, self._place.count)
 
     def make_cache(self, model: Model, plan: MemoryPlan) -> KVCache:
         return make_kv_cache(model.cache_specs, plan.num_blocks, plan.block_size, codes=self._kv_codes)
@@ -71,10 +73,13 @@ class CpuBackend:
     def warm_up(self, runner: ModelRunner) -> None:
         """A CPU has nothing to warm."""
 
+    def settle(self) -> None:
+        """And nothing to hold fast."""
+
     def num_late_allocations(self) -> int:
         """Arrays come from the system when they are made, and are not counted."""
         return 0
 
 
-def make_backend(config: EngineConfig, model_config: ModelConfig) -> CpuBackend:
-    return CpuBackend(config)
+def make_backend(config: EngineConfig, model_config: ModelConfig, place: Place) -> CpuBackend:
+    return CpuBackend(config, place)

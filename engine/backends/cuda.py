@@ -11,6 +11,7 @@ import cupy
 import ml_dtypes
 import numpy as np
 
+from engine.backends.backend import Place
 from engine.batch import StepPlan
 from engine.checkpoint.loader import load_weights
 from engine.checkpoint.quantized import keep_packed
@@ -166,13 +167,15 @@ class CudaBackend:
         return forward
 
     def warm_up(self, runner: ModelRunner) -> None:
-        """Runs every kind of step once, in block 0, which holds nothing yet; then nothing more may be compiled."""
+        """Runs every kind of step once, in block 0, which holds nothing yet."""
         vocab_size = runner.model.config.vocab_size
         for sampling in SAMPLINGS:
             runner.sampler.add(0, sampling, seed=0, prompt_ids=(0, 1), eos_token_ids=())
             for num_tokens in (1, 2, min(32, runner.cache.block_size)):
                 runner.step(_first_step(num_tokens, vocab_size))
             runner.release(0)
+
+    def settle(self) -> None:
         self._gpu.seal()
         with _room_for("what steps work in", GONE):
             self._pools.settle(self._plan.workspace)
@@ -239,9 +242,15 @@ def _first_step(num_tokens: int, vocab_size: int) -> StepPlan:
     )
 
 
-def make_backend(config: EngineConfig, model_config: ModelConfig) -> CudaBackend:
-    """Raises KernelError where CUDA finds no GPU, or one that is too old."""
+def make_backend(config: EngineConfig, model_config: ModelConfig, place: Place) -> CudaBackend:
+    """Raises KernelError where CUDA finds no GPU, or one that is too old; ConfigError where ranks outnumber GPUs."""
     try:
+        num_gpus = cupy.cuda.runtime.getDeviceCount()
+        if place.count > num_gpus:
+            raise ConfigError(
+                f"--device cuda: {place.count} ranks on this host, which has {num_gpus} GPUs; start at most that many"
+            )
+        cupy.cuda.Device(place.number).use()
         return CudaBackend(config, model_config)
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise KernelError(f"CUDA does not start: {error}") from error

@@ -72,13 +72,16 @@ class StandInBackend:
     def warm_up(self, runner: ModelRunner) -> None:
         """Nothing is compiled."""
 
+    def settle(self) -> None:
+        """And nothing held fast."""
+
     def num_late_allocations(self) -> int:
         return 0
 
 
 def make_engine(folder: Path, module: ModuleType | None, **settings: Any) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.build.make_backend", lambda config, model_config: StandInBackend(module))
+        patch.setattr("engine.build.make_backend", lambda *_: StandInBackend(module))
         return tiny_engine(folder, **({"max_num_batched_tokens": LIMITS.max_num_batched_tokens} | settings))
 
 

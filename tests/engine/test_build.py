@@ -7,6 +7,7 @@ import pytest
 
 from conformance.golden_models import rand_model
 from engine import build
+from engine.backends.backend import Place
 from engine.build import build_engine, make_backend
 from engine.checkpoint.loader import load_model_config
 from engine.checkpoint.source import resolve
@@ -42,10 +43,10 @@ def test_a_gpu_that_does_not_start(
     """auto: a warning, and the CPU; cuda: refused with what was found."""
     named = build._named_backend
 
-    def starts_only_a_cpu(name: str, config: EngineConfig, model: ModelConfig) -> Any:
+    def starts_only_a_cpu(name: str, config: EngineConfig, model: ModelConfig, place: Place) -> Any:
         if name == "cuda":
             raise error
-        return named(name, config, model)
+        return named(name, config, model, place)
 
     monkeypatch.setattr(build, "has_nvidia_driver", lambda: True)
     monkeypatch.setattr(build, "_no_gpu", lambda model: "")

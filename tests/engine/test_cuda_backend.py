@@ -109,7 +109,9 @@ def card(gpu_forward: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
     sampler = SimpleNamespace(buffers=lambda: (Buffer("sampler", 1000, ALWAYS),))
     monkeypatch.setattr(module, "KernelSampling", lambda gpu, num_rows: sampler)
     monkeypatch.setattr(module, "GpuStore", lambda dtype, device: Store(np.zeros(0, np.float32)))
-    monkeypatch.setattr("engine.build.make_backend", lambda *arguments: module.CudaBackend(*arguments))
+    monkeypatch.setattr(
+        "engine.build.make_backend", lambda config, model_config, _: module.CudaBackend(config, model_config)
+    )
     yield card
     for name in ("engine.kernels.pools", "engine.kernels.store", "engine.backends.cuda"):
         sys.modules.pop(name, None)

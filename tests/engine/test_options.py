@@ -92,7 +92,7 @@ def test_accepted(argv: str, expected: dict[str, Any]) -> None:
         ("--gpu-memory-utilization 1.5", "must be a share above 0 and at most 1"),
         ("--reserve-memory-mb -1", "--reserve-memory-mb is -1; it must be 0 to 16777216"),
         ("--split 1,2", "--split 1,2 is not served yet"),
-        ("--allreduce nccl+int8", "--allreduce nccl+int8 is not served yet"),
+        ("--allreduce smoke", "--allreduce is 'smoke'; it must be one of auto, float32"),
         ("--dual-stream on", "--dual-stream on is not served yet"),
         ("--tool-call-parser hermes", "--tool-call-parser hermes is not served yet"),
         ("--reasoning-parser qwen3", "--reasoning-parser qwen3 is not served yet"),

@@ -184,8 +184,8 @@ def test_what_cannot_be_served_ends_the_start_with_one_clear_line(model: Path, t
         assert "--max-model-len" in server.lines[-1]
 
 
-def test_more_than_one_rank_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank of an MPI job would serve a model of its own: it says so instead."""
+def test_ranks_that_mpi_does_not_see_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher of another MPI: each rank would serve a model of its own. It says so instead."""
     monkeypatch.setenv("PMI_SIZE", "8")
     with failing(model) as server:
         assert "8 ranks" in server.lines[-1]

@@ -1,0 +1,218 @@
+"""How rank 0's plans reach the ranks that follow: integers in shared memory on its own host, MPI to other hosts.
+
+On a host: two places for a message, and a sequence word that counts messages and on which followers sleep. Message n
+lies in place n mod 2, and is written once all have read message n − 2, so nothing is overwritten unread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batch import Int32, StepPlan
+from engine.comm import futex
+from engine.comm.ranks import Ranks, World
+from engine.comm.segment import LINE, Segment
+
+SPIN_S = 20e-6  # a follower that waits longer sleeps
+SLEEP_S = 1.0  # then it looks again
+FIRST_NAP_S, LONGEST_NAP_S = 50e-6, 2e-3  # of who polls MPI, or waits for readers: long enough to burn no core
+TAG = 11
+HEAD = 6  # numbers before the arrays
+PLACES = 2
+WORD = 0xFFFFFFFF  # the sequence word has 32 bits, as futex asks; counts of messages go on
+SCALARS = ("slots", "starts", "num_logits", "samples", "rope_lens", "two_way_lens")  # one number a sequence
+
+
+class Kind(IntEnum):
+    """What a message asks of a follower."""
+
+    STOP = 0  # end
+    STEP = 1  # its share of this step
+    WARM = 2  # all kinds of step have been seen: nothing more may be compiled or allocated
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    kind: Kind
+    plan: StepPlan | None = None
+
+
+def largest_message(max_num_seqs: int, max_num_batched_tokens: int, max_blocks_per_seq: int) -> int:
+    """Numbers in the largest message that these limits allow."""
+    per_seq = len(SCALARS) + max_blocks_per_seq
+    return HEAD + max_num_seqs * per_seq + max_num_seqs + 1 + max_num_batched_tokens
+
+
+def pack(message: Message) -> list[Int32]:
+    """The arrays of a message; one after another they are what is sent."""
+    plan = message.plan
+    if plan is None:
+        return [np.array([message.kind, 0, 0, 0, 0, 0], np.int32)]
+    width = plan.block_table.shape[1]
+    head = np.array([message.kind, plan.step, plan.num_seqs, plan.num_tokens, width, plan.num_decodes], np.int32)
+    scalars = [getattr(plan, name) for name in SCALARS]
+    return [head, *scalars, plan.cu_seqlens_q, plan.token_ids, plan.block_table.reshape(-1)]
+
+
+def unpack(numbers: Int32) -> Message:
+    """The message in these numbers, which may be longer; arrays of the plan are views of them."""
+    kind, step, num_seqs, num_tokens, width, num_decodes = numbers[:HEAD].tolist()
+    if kind != Kind.STEP:
+        return Message(Kind(kind))
+    sizes = [num_seqs] * len(SCALARS) + [num_seqs + 1, num_tokens, num_seqs * width]
+    ends = np.cumsum([HEAD, *sizes]).tolist()
+    parts = [numbers[low:high] for low, high in pairwise(ends)]
+    slots, starts, num_logits, samples, rope_lens, two_way_lens, cu_seqlens_q, token_ids, blocks = parts
+    plan = StepPlan(
+        step=step,
+        slots=slots,
+        starts=starts,
+        cu_seqlens_q=cu_seqlens_q,
+        token_ids=token_ids,
+        block_table=blocks.reshape(num_seqs, width),
+        num_logits=num_logits,
+        samples=samples.astype(np.bool_),
+        rope_lens=rope_lens,
+        two_way_lens=two_way_lens,
+        num_decodes=num_decodes,
+    )
+    return Message(Kind.STEP, plan)
+
+
+class SharedPlaces:
+    """The places of one host in shared memory: their layout, and both ends.
+
+    A line for the sequence word and the length of each message, a line a reader with the number of messages it has
+    read, then the places.
+    """
+
+    def __init__(self, segment: Segment, first_byte: int, num_readers: int, capacity: int) -> None:
+        """capacity: numbers in the largest message."""
+        self._words = segment.words
+        self._first = first_byte // 8
+        self._sequence = segment.word32(first_byte)
+        self._readers = range(num_readers)
+        self._written = 0
+        places = first_byte + (1 + num_readers) * LINE
+        self._places = [
+            np.frombuffer(segment.memory, np.int32, capacity, places + place * 4 * capacity) for place in range(PLACES)
+        ]
+
+    @staticmethod
+    def num_bytes(num_readers: int, capacity: int) -> int:
+        return (1 + num_readers) * LINE + PLACES * 4 * capacity
+
+    def write(self, parts: Sequence[NDArray[np.int32 | np.bool_]]) -> None:
+        number = self._written + 1
+        self._wait_for_readers(number - PLACES)
+        place, length = self._places[number % PLACES], sum(map(len, parts))
+        np.concatenate(parts, out=place[:length], casting="unsafe")
+        self._words[self._first + 1 + number % PLACES] = length
+        self._written = number
+        self._sequence.value = number & WORD
+        futex.wake(self._sequence)
+
+    def _wait_for_readers(self, number: int) -> None:
+        """Until all have read that many messages."""
+        nap = FIRST_NAP_S
+        while any(self._words[self._word_of(reader)] < number for reader in self._readers):
+            time.sleep(nap)
+            nap = min(2 * nap, LONGEST_NAP_S)
+
+    def read(self, reader: int) -> Int32:
+        """The next message for a reader, copied."""
+        mine = self._word_of(reader)
+        seen: int = self._words[mine]
+        spin_until = time.perf_counter() + SPIN_S
+        while self._sequence.value == seen & WORD:
+            if time.perf_counter() > spin_until:
+                futex.wait(self._sequence, seen & WORD, SLEEP_S)
+        place = (seen + 1) % PLACES
+        numbers = self._places[place][: self._words[self._first + 1 + place]].copy()
+        self._words[mine] = seen + 1
+        return numbers
+
+    def _word_of(self, reader: int) -> int:
+        return self._first + (1 + reader) * (LINE // 8)
+
+
+class SharedReceiver:
+    """The end of a follower on rank 0's host."""
+
+    def __init__(self, places: SharedPlaces, reader: int) -> None:
+        self._places, self._reader = places, reader
+
+    def receive(self) -> Message:
+        return unpack(self._places.read(self._reader))
+
+
+class MpiReceiver:
+    """The end of a follower on another host."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def receive(self) -> Message:
+        nap = FIRST_NAP_S
+        while not self._world.Iprobe(0, TAG):
+            time.sleep(nap)
+            nap = min(2 * nap, LONGEST_NAP_S)
+        numbers: Int32 = self._world.recv(source=0, tag=TAG)
+        return unpack(numbers)
+
+
+Receiver = SharedReceiver | MpiReceiver
+
+
+class Publisher:
+    """Rank 0's end."""
+
+    def __init__(self, places: SharedPlaces | None, world: World | None, far_ranks: Sequence[int]) -> None:
+        """
+        Args:
+            places: of this host, if a follower reads there.
+            far_ranks: those that MPI reaches.
+        """
+        self._places, self._world, self._far_ranks = places, world, far_ranks
+        self._stopped = False
+
+    def publish(self, plan: StepPlan) -> None:
+        self._send(Message(Kind.STEP, plan))
+
+    def warm(self) -> None:
+        self._send(Message(Kind.WARM))
+
+    def stop(self) -> None:
+        """The last message; once is enough."""
+        if not self._stopped:
+            self._stopped = True
+            self._send(Message(Kind.STOP))
+
+    def _send(self, message: Message) -> None:
+        parts = pack(message)
+        if self._places is not None:
+            self._places.write(parts)
+        if self._far_ranks and self._world is not None:
+            numbers = np.concatenate(parts, casting="unsafe", dtype=np.int32)
+            for request in [self._world.isend(numbers, rank, TAG) for rank in self._far_ranks]:
+                request.wait()
+
+
+def open_channel(ranks: Ranks, capacity: int) -> Publisher | Receiver | None:
+    """This rank's end of a channel for messages of so many numbers at most; None where there is but one rank."""
+    if ranks.control is None:
+        return None
+    near = ranks.host_ranks if futex.AVAILABLE and 0 in ranks.host_ranks else (ranks.rank,)
+    segment = ranks.share(SharedPlaces.num_bytes(len(near) - 1, capacity), "opening the channel of plans")
+    places = SharedPlaces(segment, 0, len(near) - 1, capacity)
+    if ranks.rank == 0:
+        far = [rank for rank in range(ranks.size) if rank not in near]
+        return Publisher(places if len(near) > 1 else None, ranks.control, far)
+    return SharedReceiver(places, near.index(ranks.rank) - 1) if 0 in near else MpiReceiver(ranks.control)

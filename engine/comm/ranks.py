@@ -1,0 +1,182 @@
+"""Which rank this is, of how many, and on which host: what MPI says, and what ranks agree on before there are steps.
+
+MPI is imported by name, and only where its launcher has started more than one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from engine.comm.mpi_sums import MpiComm
+from engine.comm.segment import Segment
+from engine.env import launched_ranks
+from engine.errors import ConfigError, EngineDeadError
+
+T = TypeVar("T")
+FIRST_NAP_S, LONGEST_NAP_S = 50e-6, 2e-3
+TAG = 7
+
+
+class World(MpiComm, Protocol):
+    """What is used of mpi4py.MPI.Intracomm besides."""
+
+    def Dup(self) -> World: ...
+    def Abort(self, errorcode: int = 0) -> None: ...
+    def Iprobe(self, source: int, tag: int) -> bool: ...
+    def isend(self, obj: Any, dest: int, tag: int) -> Any: ...
+    def recv(self, *, source: int, tag: int) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks of a job. All methods are called by all of them, in the same order."""
+
+    rank: int = 0
+    size: int = 1
+    host_ranks: tuple[int, ...] = (0,)  # those of this host, in order
+    world: World | None = None  # for the communicator of the backend; None: there is but this rank
+    control: World | None = None  # for what ranks agree on
+
+    @property
+    def host_rank(self) -> int:
+        """Which of the ranks of this host."""
+        return self.host_ranks.index(self.rank)
+
+    def gather(self, value: T, what: str, deadline_s: float = 600.0) -> list[T]:
+        """What every rank brings, by rank, on every rank.
+
+        Raises:
+            EngineDeadError: not all have come in time; rank 0 says which are missing from what.
+        """
+        if self.control is None:
+            return [value]
+        control, deadline = self.control, time.monotonic() + deadline_s
+        if self.rank != 0:
+            request = control.isend(value, 0, TAG)
+            if not _nap_until(lambda: control.Iprobe(0, TAG), deadline + deadline_s):
+                raise EngineDeadError(f"rank {self.rank}: no word from rank 0 in {what}")
+            values: list[T] = control.recv(source=0, tag=TAG)
+            request.wait()
+            return values
+        missing = set(range(1, self.size))
+        found: dict[int, T] = {0: value}
+
+        def has_all() -> bool:
+            for rank in sorted(missing):
+                if control.Iprobe(rank, TAG):
+                    found[rank] = control.recv(source=rank, tag=TAG)
+                    missing.discard(rank)
+            return not missing
+
+        if not _nap_until(has_all, deadline):
+            late = ", ".join(map(str, sorted(missing)))
+            raise EngineDeadError(f"{what}: rank {late} did not come within {deadline_s:.0f} s")
+        values = [found[rank] for rank in range(self.size)]
+        for request in [control.isend(values, rank, TAG) for rank in range(1, self.size)]:
+            request.wait()
+        return values
+
+    def share(self, num_bytes: int, what: str) -> Segment:
+        """Memory that the ranks of a host have in common, of zeros."""
+        made = Segment.make(num_bytes) if self.host_rank == 0 else None
+        addresses = self.gather(None if made is None else made.address, what)
+        address = addresses[self.host_ranks[0]]
+        assert address is not None, "the first rank of this host made one"
+        segment, problem = made, ""
+        try:
+            segment = made or Segment.open(address)
+        except OSError as error:
+            problem = f"the shared memory of this host cannot be opened: {error}"
+        self.agree(problem, what)
+        assert segment is not None, "or there was a problem"
+        segment.close_file()
+        return segment
+
+    def minimum(self, value: int, what: str) -> int:
+        """The least that any rank brings."""
+        return min(self.gather(value, what))
+
+    def agree(self, problem: str, what: str) -> None:
+        """Goes on where no rank has a problem.
+
+        Raises:
+            ConfigError: on all ranks, with the problems of all; what only some have names them.
+        """
+        said: dict[str, list[int]] = {}
+        for rank, text in enumerate(self.gather(problem, what)):
+            if text:
+                said.setdefault(text, []).append(rank)
+        lines = [
+            text if len(ranks) == self.size else f"rank {', '.join(map(str, ranks))}: {text}"
+            for text, ranks in said.items()
+        ]
+        if lines:
+            raise ConfigError("\n".join(lines))
+
+
+def _nap_until(condition: Callable[[], bool], deadline: float) -> bool:
+    """Whether it came true in time. Naps grow, so that who waits long burns no core."""
+    nap = FIRST_NAP_S
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(nap)
+        nap = min(2 * nap, LONGEST_NAP_S)
+    return True
+
+
+def host_name() -> str:
+    """Equal where processes see each other's memory: one kernel, one namespace of processes and of networks."""
+    return " ".join(
+        (
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            os.readlink("/proc/self/ns/pid"),
+            os.readlink("/proc/self/ns/net"),
+        )
+    )
+
+
+def join_ranks(environ: Mapping[str, str]) -> Ranks:
+    """The ranks that the MPI launcher has started; one rank, without MPI, where there was no launcher.
+
+    Raises:
+        ConfigError: mpi4py or an MPI library is not there, or the library is not the launcher's.
+    """
+    launched = launched_ranks(environ)
+    if launched == 1:
+        return Ranks()
+    try:
+        mpi = importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"started by MPI with {launched} ranks, but mpi4py does not load: {error}; "
+            "pip install 'glint-llm[mpi]' brings it and MPICH"
+        ) from error
+    world: World = mpi.COMM_WORLD
+    if world.size != launched:
+        library = mpi.Get_library_version().split("\n")[0].strip()
+        raise ConfigError(
+            f"the launcher started {launched} ranks, but MPI sees {world.size}: it is not the launcher of the library "
+            f"that mpi4py loads ({library}); start with that one's"
+        )
+    control = world.Dup()
+    hosts = Ranks(world.rank, world.size, (world.rank,), world, control).gather(host_name(), "the start")
+    _drop_names()
+    host_ranks = tuple(rank for rank, host in enumerate(hosts) if host == hosts[world.rank])
+    return Ranks(world.rank, world.size, host_ranks, world, control)
+
+
+def _drop_names() -> None:
+    """Takes away the names of MPICH's shared memory, which all have mapped by now: it would stay after a kill -9."""
+    maps = Path("/proc/self/maps").read_text()
+    for path in set(re.findall(r"/dev/shm/mpich_\S+$", maps, re.MULTILINE)):
+        with contextlib.suppress(OSError):  # another rank was quicker
+            os.unlink(path)

@@ -1,0 +1,25 @@
+"""What ranks other than 0 do: their share of every step that rank 0 plans. They own no state of scheduling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine import runner
+from engine.comm.communicator import Communicator
+from engine.comm.plan_channel import Kind, Receiver
+from engine.forward import Forward
+from engine.models.model import Model
+
+
+def follow(channel: Receiver, model: Model, forward: Forward, comm: Communicator, settle: Callable[[], None]) -> None:
+    """Returns when rank 0 says that it is over."""
+    while True:
+        message = channel.receive()
+        match message.kind:
+            case Kind.STOP:
+                return
+            case Kind.WARM:
+                settle()
+            case Kind.STEP:
+                assert message.plan is not None
+                runner.follow(message.plan, model, forward, comm)

@@ -21,6 +21,7 @@ from conformance.bench import (
     rows_linear,
     rows_linear_w4,
     rows_linear_w4_many,
+    rows_linear_w4a8,
     rows_sampling,
     rows_tokens,
     table,
@@ -37,6 +38,9 @@ from engine.errors import KernelError
 from engine.kernels.device import Instance
 from engine.kernels.notes import Notes
 from engine.ops import OpTable, cpu_ops
+from engine.weights import ActivationKind, LinearWeight
+from ref.quant.fp8 import fp8_decode, fp8_quantize
+from ref.quant.int8 import int8_quantize
 
 RATES = Rates(read=4e12, copy=2e12, flops=5e14)
 ROWS = command.all_rows()
@@ -177,6 +181,33 @@ def test_buffers_are_more_than_a_cache_holds() -> None:
     assert num_passes(1000, 0.1) == 1, "small ones do not push each other out, so that each is used once"
     assert num_passes(100_000_000, 100.0) == 5, "four calls of 100 µs are 0.4 ms of 2"
     assert num_passes(10**9, 4000.0) == 1
+
+
+@pytest.mark.parametrize("is_rounded", [True, False])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize(("name", "out_features"), [("72b-o", 128), ("72b-gate_up", 192)])
+def test_rows_of_w4a8_want_activations_of_8_bits(
+    kind: ActivationKind, name: str, out_features: int, is_rounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The op table of a CPU has none, so they are rounded before it."""
+    monkeypatch.setattr(measuring, "MOST", 2)
+
+    def rounded(x: Any, weight: LinearWeight) -> Any:
+        if not (weight.activations and is_rounded):
+            return x
+        codes, scale = int8_quantize(x) if kind == "int8" else fp8_quantize(x)
+        return (codes if kind == "int8" else fp8_decode(codes, x.dtype)) * scale[:, None]
+
+    ops = cpu_ops()
+    ops = replace(
+        ops,
+        linear=lambda x, weight: cpu_ops().linear(rounded(x, weight), weight),
+        linear_gate_up_act=lambda x, weight, act: cpu_ops().linear_gate_up_act(rounded(x, weight), weight, act),
+    )
+    row = rows_linear_w4a8.row(kind, name, 5, out_features, 256)
+    figure = measure(row, cpu_place(ops), Clock(), RATES)
+    assert ("has an error of" in figure.problem) is not is_rounded
+    assert set(figure.others) == {row.peer} == {rows_linear_w4a8.W4A16}
 
 
 @pytest.mark.parametrize("row", SMALL, ids=[f"{row.op}-{row.name}" for row in SMALL])

@@ -37,13 +37,13 @@ EPS = 1e-5
 NEAR = 8 * 2.0**-24  # relative: norm, scale and quotient in float32 round this often at most
 UNDECIDED = -1000  # no code
 FIXED = np.float32(0.0625)
-HOSTILE = ("zeros", "tiny", "large", "infinity", "nan", "steps")
+HOSTILE = ("zeros", "tiny", "tiniest", "subnormal", "large", "infinity", "nan", "steps")
 
 
 def cases() -> list[Case]:
     found = [_case(op, kind, name, *shape) for op in OPS for kind in KINDS for name, shape in SHAPES.items()]
     found += [_case("plain", kind, "hostile", len(HOSTILE), 80) for kind in KINDS]
-    return found + [_case(op, kind, "fixed", 6, 80) for op in OPS for kind in KINDS[:2]]
+    return found + [_case(op, kind, "fixed", len(HOSTILE), 80) for op in OPS for kind in KINDS[:2]]
 
 
 def _case(op: str, kind: str, name: str, num_tokens: int, size: int) -> Case:
@@ -125,7 +125,8 @@ def _coarse(numbers: Array) -> Array:
 
 
 def _make_hostile(x: Array, kind: str, fixed: bool) -> None:
-    """QNT-09: rows of zeros, of 1e-8; one large number, infinity, NaN; what lies at, and beyond, the largest code."""
+    """QNT-09: rows of zeros, of 1e-8, around the smallest scale; one large number, infinity, NaN; what lies at, and
+    beyond, the largest code."""
     step = float(FIXED) if fixed else 1.0
     most = 127.0 if kind == "int8" else 448.0
     for row, what in zip(x, HOSTILE, strict=True):
@@ -135,6 +136,12 @@ def _make_hostile(x: Array, kind: str, fixed: bool) -> None:
                 row[::3] = -0.0
             case "tiny":
                 row[...] = 1e-8
+            case "tiniest":  # of a bfloat16; the scale of what is quantized has no inverse below 2⁻¹²⁶
+                row[...] = most * 2.0**-126
+                row[::2] = 2.0**-125
+            case "subnormal":
+                row[...] = most * 2.0**-127
+                row[::2] = 0
             case "large":
                 row[5] = 6e4
             case "infinity":

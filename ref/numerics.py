@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
+SMALLEST_NORMAL = 2.0**-126  # of float32 and bfloat16
+
 
 def bf16_bits(x: Array) -> NDArray[np.uint16]:
     """The bfloat16 nearest to each element, ties to even, as 16 bits; shape as x.
@@ -60,6 +62,17 @@ def round_to(x: Array, storage: str | None) -> Array:
         raise ValueError(f"storage is {storage!r}; known are float64, float32, float16 and bfloat16")
     with np.errstate(over="ignore"):  # 70000 is inf in float16: meant, not a mistake
         return x.astype(storage).astype(x.dtype)
+
+
+def flushed(x: Array) -> Array:
+    """x with 0 for what lies below 2⁻¹²⁶, the smallest normal float32, as units that flush have it; shape as x.
+
+    Args:
+        x: [...], not negative: scales. What one divides by must not be less: its inverse would overflow.
+
+    Edge cases: NaN stays.
+    """
+    return np.where(x < SMALLEST_NORMAL, x.dtype.type(0), x)
 
 
 def logsumexp(x: Array, axis: int = -1) -> Array:

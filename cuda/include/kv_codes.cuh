@@ -124,7 +124,8 @@ __device__ __forceinline__ float scale_of(const float (&low)[kLow], const float 
 #pragma unroll
   for (int offset = kLanes / 2; offset > 0; offset /= 2) largest = max(largest, __shfl_xor_sync(kAllLanes, largest, offset));
   const float absmax = __uint_as_float(largest);
-  return (kLargestCode<C> == 127.0f ? usable_scale(absmax) : absmax) / kLargestCode<C>;
+  const float scale = (kLargestCode<C> == 127.0f ? usable_scale(absmax) : absmax) / kLargestCode<C>;
+  return scale < 0x1p-126f ? 0.0f : scale;  // units that flush have no smaller one
 }
 
 // The codes of head[begin .. end).

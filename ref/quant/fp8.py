@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from ref.numerics import flushed
+
 Array = NDArray[Any]
 Codes = NDArray[np.uint8]
 
@@ -60,8 +62,9 @@ def fp8_encode(x: Array) -> Codes:
 def fp8_quantize_static(x: Array, scale: Array) -> Codes:
     """The codes of x / scale, saturating: x [...], scale of a shape that broadcasts against it → [...].
 
-    Edge cases: scale 0 gives 0 everywhere but for a NaN; a NaN as scale gives NaN.
+    Edge cases: a scale below 2⁻¹²⁶ gives 0 everywhere but for a NaN; a NaN as scale gives NaN.
     """
+    scale = flushed(scale)
     usable = np.where(scale == 0, 1, scale).astype(x.dtype)
     with np.errstate(invalid="ignore"):  # inf / inf is NaN and means it
         ratio = x / usable
@@ -76,10 +79,10 @@ def fp8_quantize(x: Array, axis: int | None = -1) -> tuple[Codes, Array]:
     Returns:
         (codes [..., n] uint8, scale [...] or a scalar [] in x's dtype).
 
-    Edge cases: zeros have scale 0 and codes 0. An inf or NaN makes its own row NaN or zero times inf, which is NaN as
-    soon as it is decoded; other rows are as without it.
+    Edge cases: zeros have scale 0 and codes 0, and so has a row whose scale would be below 2⁻¹²⁶. An inf or NaN makes
+    its own row NaN or zero times inf, which is NaN as soon as it is decoded; other rows are as without it.
     """
-    scale: Array = (np.max(np.abs(x), axis=axis, initial=0) / x.dtype.type(FP8_MAX)).astype(x.dtype)
+    scale: Array = flushed((np.max(np.abs(x), axis=axis, initial=0) / x.dtype.type(FP8_MAX)).astype(x.dtype))
     return fp8_quantize_static(x, scale if axis is None else scale[..., None]), scale
 
 

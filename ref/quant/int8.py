@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ref.numerics import flushed
+
 Array = NDArray[Any]
 Int8 = NDArray[np.int8]
 
@@ -33,20 +35,22 @@ def int8_quantize(x: Array) -> tuple[Int8, Array]:
         (q [..., n] int8, scale [...] in x's dtype).
 
     Numerics: x is divided by the scale and rounded half to even, so |x − q · scale| ≤ scale / 2.
-    Edge cases: a row of zeros has scale 0 and q 0. A row with an inf or a NaN has scale NaN and q 0, so that all its
-    products are NaN and no other row's are: int8 has no code for either. n = 0 gives scale 0.
+    Edge cases: a row of zeros has scale 0 and q 0, and so has one whose scale would be below 2⁻¹²⁶. A row with an inf
+    or a NaN has scale NaN and q 0, so that all its products are NaN and no other row's are: int8 has no code for
+    either. n = 0 gives scale 0.
     """
     absmax = np.max(np.abs(x), axis=-1, initial=0)  # a NaN wins
     scale: Array = np.where(np.isfinite(absmax), absmax, np.nan) / x.dtype.type(INT8_MAX)
-    scale = scale.astype(x.dtype)
+    scale = flushed(scale.astype(x.dtype))
     return int8_quantize_static(x, scale[..., None]), scale
 
 
 def int8_quantize_static(x: Array, scale: Array) -> Int8:
     """round(x / scale), half to even, kept within ±127: x [...], scale of a shape that broadcasts against it → [...].
 
-    Edge cases: scale 0 or NaN, and a NaN in x, give 0; what lies beyond ±127.5 steps becomes ±127.
+    Edge cases: a scale below 2⁻¹²⁶ or NaN, and a NaN in x, give 0; what lies beyond ±127.5 steps becomes ±127.
     """
+    scale = flushed(scale)
     usable = np.where(scale > 0, scale, 1).astype(x.dtype)
     steps = np.where(scale > 0, np.rint(x / usable), 0)
     q: Int8 = np.clip(np.nan_to_num(steps, nan=0.0), -INT8_MAX, INT8_MAX).astype(np.int8)

@@ -76,6 +76,16 @@ def test_qnt_09_rows_decide_about_themselves() -> None:
     assert np.isnan(y[[3, 4]]).all()
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_qnt_09_a_scale_below_the_smallest_normal_number_is_zero(dtype: type) -> None:
+    """QNT-09: 1 / scale would overflow; at 2⁻¹²⁶ it does not."""
+    x = np.array([[448, 1], [447.9, 1]], dtype) * dtype(2.0**-126)
+    codes, scale = fp8_quantize(x)
+    assert scale.tolist() == [2.0**-126, 0]
+    assert fp8_decode(codes).tolist() == [[448, 1], [0, 0]]
+    assert fp8_quantize_static(x, np.full((2, 1), 2.0**-127, dtype)).tolist() == [[0, 0], [0, 0]]
+
+
 @pytest.mark.parametrize("scale", [0.0, -1.0, np.nan, np.inf])
 def test_qnt_09_a_bad_static_scale_is_refused(scale: float) -> None:
     """QNT-09: a static scale that cannot be is an error, not a guess."""

@@ -55,14 +55,18 @@ def fold_orders(weight_map: WeightMap) -> WeightMap:
     def folded(spec: LinearSpec) -> LinearSpec:
         if spec.packed is None or spec.packed.order == "stored":
             return spec
-        return replace(spec, packed=replace(spec.packed, order="folded" if spec.dest in sources else "gathered"))
+        if spec.dest in sources:
+            return replace(spec, packed=replace(spec.packed, order="folded"))
+        if spec.column_cut is not None:  # each rank's columns are of all groups
+            return replace(spec, packed=None)
+        return replace(spec, packed=replace(spec.packed, order="gathered"))
 
     return replace(weight_map, linears=tuple(map(folded, weight_map.linears)))
 
 
 def _kept(spec: LinearSpec, quantization: QuantConfig) -> LinearSpec:
     schemes = {module_scheme(quantization, name) for name, _, _ in spec.modules()}
-    if spec.n_experts or spec.latent or len(schemes) > 1:
+    if spec.n_experts or spec.latent or len(schemes) > 1 or any(module.is_padded for module in spec.stored()):
         return spec
     scheme = schemes.pop()
     return replace(spec, packed=_packed(spec, scheme), coded=_coded(spec, scheme))
@@ -78,7 +82,9 @@ def _packed(spec: LinearSpec, scheme: Scheme | None) -> Packed | None:
     size = spec.in_features if group_size == -1 else group_size
     if not is_group_size(size, spec.in_features):
         return None
-    return Packed(size, zeros, "gathered" if act_order and size < spec.in_features else "stored")
+    columns = spec.in_features if spec.column_cut is None else spec.column_cut.whole
+    has_order = act_order and group_size != -1 and size < columns
+    return Packed(size, zeros, "gathered" if has_order else "stored")
 
 
 def _group_facts(scheme: Scheme | None) -> tuple[int, bool, bool] | None:

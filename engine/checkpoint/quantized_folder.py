@@ -65,6 +65,7 @@ class QuantizedFolder:
         self._stored = tensors
         self._words: dict[str, StoredWords] = {}  # of layers that stay packed, by dest
         self._folded: set[str] = set()  # those whose columns the layer before has in order
+        self._any_rows: set[str] = set()  # those of which a rank may have any rows, if the layer after wants them so
 
     def modules(self, weight_map: WeightMap) -> Iterator[str]:
         """Names of the linear modules of a model that the config calls quantized."""
@@ -81,6 +82,8 @@ class QuantizedFolder:
         Raises:
             CheckpointError: as dense, of layers with `packed` or `coded`.
         """
+        folded = {spec.dest for spec in weight_map.linears if spec.packed is not None and spec.packed.order == "folded"}
+        self._any_rows = {spec.dest for spec in weight_map.linears if spec.row_cuts and spec.feeds in folded}
         with ThreadPoolExecutor(usable_cores()) as team:
             stored = fold_orders(replace(weight_map, linears=tuple(team.map(self._as_stored, weight_map.linears))))
         packed = {spec.dest: spec.packed for spec in stored.linears if spec.packed is not None}
@@ -96,7 +99,7 @@ class QuantizedFolder:
         scheme = module_scheme(self._config, spec.parts[0][0])
         assert scheme is not None
         try:
-            words = stored_words(spec, scheme, self._stored)
+            words = stored_words(spec, scheme, self._stored, spec.dest in self._any_rows)
         except ValueError as error:
             raise CheckpointError(f"{self._folder}: {error}") from error
         if words is None:

@@ -10,11 +10,13 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.checkpoint.quantized_cuts import cut_tensor
 from engine.checkpoint.stored_tensor import StoredTensor, map_bytes
 from engine.checkpoint.stored_words import StoredPart, StoredWords, integers_of, mapped
 from engine.packed4 import SYMMETRIC_ZERO, Layout, word_shapes
-from engine.weights import LinearSpec, WeightMap
+from engine.weights import LinearSpec, StoredModule, WeightMap
 from ref.quant.awq import AwqConfig
+from ref.quant.compressed_tensors_config import CtScheme
 from ref.quant.gptq import GptqConfig
 from ref.quant.scheme_config import Scheme, module_scheme
 
@@ -25,12 +27,17 @@ NAMES: dict[Layout, tuple[str, str, str, str]] = {  # of words, scales, zeros, a
 }
 KINDS = (("I32",), ("F16", "BF16", "F32"), ("I32",))  # of words, scales and zeros
 INTEGERS: dict[str, np.dtype[Any]] = {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
+NEIGHBOURS = np.empty(0, np.int32)
 EXACT_BF16 = 0x3700, 0x477F  # bits of 2⁻¹⁷ and 65280: all bfloat16 between them are float16 too
 
 
-def stored_words(spec: LinearSpec, scheme: Scheme, tensors: Mapping[str, StoredTensor]) -> StoredWords | None:
+def stored_words(
+    spec: LinearSpec, scheme: Scheme, tensors: Mapping[str, StoredTensor], any_rows: bool = False
+) -> StoredWords | None:
     """A layer that keep_packed calls packed; None where it must be decoded: a module is in floating point after all,
     has scales that float16 does not hold, groups that are not all of one size, or another order than its neighbours.
+
+    any_rows: which rows a rank has may be changed once it is known what the layer after wants, so all are there.
 
     Raises:
         ValueError: names the module, and the tensor that is missing, misshapen or wrong.
@@ -39,28 +46,32 @@ def stored_words(spec: LinearSpec, scheme: Scheme, tensors: Mapping[str, StoredT
     layout = _layout(scheme)
     offset = int(isinstance(scheme, GptqConfig) and scheme.checkpoint_format == "gptq")
     parts, orders = [], []
-    for name, _, rows in spec.modules():
-        if f"{name}.weight" in tensors:
+    for module in spec.stored():
+        if f"{module.name}.weight" in tensors:
             return None
+        if any_rows:
+            module = replace(module, rows=range(module.shape[0]))
         try:
-            part = _part(name, rows.stop - rows.start, spec, layout, tensors)
-            order = _order(name, spec, scheme, layout, tensors)
+            order = _order(module, spec, scheme, layout, tensors)
             if order is None:
                 return None
-            one = StoredWords(layout, (part,), spec.in_features, spec.packed.group_size, offset, False, order)
+            part = _part(module, spec, scheme, layout, tensors, order)
+            in_order = order if order.size else None
+            one = StoredWords(layout, (part,), spec.in_features, spec.packed.group_size, offset, False, in_order)
             if not spec.packed.zeros:
                 _require_symmetric(part, offset)
                 part = replace(part, zeros=None)
             if not _scales_fit(one):
                 return None
         except ValueError as error:
-            raise ValueError(f"module {name}: {error}") from None
+            raise ValueError(f"module {module.name}: {error}") from None
         parts.append(part)
         orders.append(order)
     if any(not np.array_equal(order, orders[0]) for order in orders):
         return None
-    in_order = None if np.array_equal(orders[0], np.arange(spec.in_features)) else orders[0]
-    return StoredWords(layout, tuple(parts), spec.in_features, spec.packed.group_size, offset, spec.gated, in_order)
+    row_order = np.array(next(spec.stored()).rows, np.int32) if any_rows else None
+    sizes = spec.in_features, spec.packed.group_size
+    return StoredWords(layout, tuple(parts), *sizes, offset, spec.gated, in_order, row_order)
 
 
 def layer_layout(spec: LinearSpec, weight_map: WeightMap) -> Layout:
@@ -74,12 +85,20 @@ def _layout(scheme: Scheme | None) -> Layout:
     return "gptq" if isinstance(scheme, GptqConfig) else "rows"
 
 
-def _part(module: str, rows: int, spec: LinearSpec, layout: Layout, tensors: Mapping[str, StoredTensor]) -> StoredPart:
-    """With zeros if they are there."""
+def _part(
+    module: StoredModule,
+    spec: LinearSpec,
+    scheme: Scheme,
+    layout: Layout,
+    tensors: Mapping[str, StoredTensor],
+    order: NDArray[np.int32],
+) -> StoredPart:
+    """With zeros if they are there. Of words there are all columns where they lie in another order than their own."""
     assert spec.packed is not None
-    names, columns = NAMES[layout][:3], spec.in_features
-    shapes = word_shapes(layout, rows, columns, columns // spec.packed.group_size)
-    found = [tensors.get(f"{module}.{name}") for name in names]
+    names, (rows, columns) = NAMES[layout][:3], module.shape
+    groups = 1 if _group_size(scheme) == -1 else columns // spec.packed.group_size
+    shapes = word_shapes(layout, rows, columns, groups)
+    found = [tensors.get(f"{module.name}.{name}") for name in names]
     optional = layout == "rows" and not spec.packed.zeros
     for name, tensor, shape, kinds in zip(names, found, shapes, KINDS, strict=True):
         if tensor is None:
@@ -91,28 +110,41 @@ def _part(module: str, rows: int, spec: LinearSpec, layout: Layout, tensors: Map
                 f"{name} is {tensor.dtype} {list(tensor.shape)}; a weight {[rows, columns]} in groups of "
                 f"{spec.packed.group_size} needs {' or '.join(kinds)} {list(shape)}"
             )
-    sizes = tensors.get(f"{module}.weight_shape")
+    sizes = tensors.get(f"{module.name}.weight_shape")
     if layout == "rows" and (sizes is None or _integers(sizes).tolist() != [rows, columns]):
         said = "missing" if sizes is None else _integers(sizes).tolist()
         raise ValueError(f"weight_shape is {said}; the config asks for {[rows, columns]}")
-    words, scales, zeros = found
+    words, scales, zeros = (
+        None if tensor is None else cut_tensor(name, tensor, scheme, module.rows, module.columns)
+        for name, tensor in zip(names, found, strict=True)
+    )
+    if found[0] is not None and order.size:
+        words = cut_tensor(names[0], found[0], scheme, module.rows, range(columns))
     assert words is not None
     assert scales is not None
-    return StoredPart(rows, words, scales, zeros)
+    return StoredPart(len(module.rows), words, scales, zeros)
+
+
+def _group_size(scheme: Scheme) -> int:
+    """In columns; -1: all."""
+    is_whole = isinstance(scheme, CtScheme) and scheme.strategy != "group"
+    return -1 if is_whole else scheme.group_size
 
 
 def _order(
-    module: str, spec: LinearSpec, scheme: Scheme, layout: Layout, tensors: Mapping[str, StoredTensor]
+    module: StoredModule, spec: LinearSpec, scheme: Scheme, layout: Layout, tensors: Mapping[str, StoredTensor]
 ) -> NDArray[np.int32] | None:
-    """The columns in the order of their groups, [in_features]; None where groups are not all of one size."""
+    """Which columns of the module the layer has, in the order of their groups, [in_features]; empty where groups are
+    neighbours, so that they are those that are read; None where groups are not all of one size."""
     assert spec.packed is not None
-    name = NAMES[layout][3]
-    tensor, regular = tensors.get(f"{module}.{name}"), np.arange(spec.in_features) // spec.packed.group_size
+    name, columns, part = NAMES[layout][3], module.shape[1], module.columns
+    size = columns if _group_size(scheme) == -1 else spec.packed.group_size
+    tensor, regular = tensors.get(f"{module.name}.{name}"), np.arange(columns) // size
     must = scheme.desc_act if isinstance(scheme, GptqConfig) else getattr(scheme, "act_order", False)
     if tensor is None or layout == "awq":
         if must:
             raise ValueError(f"the config says act-order, but {name} is missing: the groups of its inputs are unknown")
-        return np.arange(spec.in_features, dtype=np.int32)
+        return NEIGHBOURS
     g_idx = _integers(tensor)
     if g_idx.shape != regular.shape or g_idx.min() < 0 or g_idx.max() > regular[-1]:
         raise ValueError(
@@ -122,7 +154,9 @@ def _order(
     if layout == "rows" and not must and not np.array_equal(g_idx, regular):
         raise ValueError(f"{name} is stored in another order than neighbours, but the config has no actorder")
     order = np.argsort(g_idx, kind="stable").astype(np.int32)
-    return order if np.array_equal(g_idx[order], regular) else None
+    if np.array_equal(g_idx, regular):
+        return NEIGHBOURS
+    return order[part.start : part.stop] if np.array_equal(g_idx[order], regular) else None
 
 
 def _require_symmetric(part: StoredPart, offset: int) -> None:

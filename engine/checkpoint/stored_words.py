@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.checkpoint.stored_tensor import StoredTensor, map_bytes
-from engine.packed4 import SYMMETRIC_ZERO, Layout, pack4
+from engine.packed4 import SYMMETRIC_ZERO, Layout, pack4, word_shapes
 from ref.quant.awq import ORDER
 from ref.quant.groups import unpack_words
 
@@ -43,7 +43,8 @@ class StoredPart:
 
 @dataclass(frozen=True, slots=True)
 class StoredWords:
-    """A layer. Its parts are alike, and have zeros all or none."""
+    """A layer. Its parts are alike, and have zeros all or none. Of a rank they may have more columns of words than the
+    layer, and more rows: order and row_order then say which are the layer's."""
 
     layout: Layout
     parts: tuple[StoredPart, ...]
@@ -55,8 +56,11 @@ class StoredWords:
     row_order: NDArray[np.int32] | None = None  # [rows of a half], of gates and of the others; None: as they are
 
     @property
-    def out_features(self) -> int:
-        return sum(part.rows for part in self.parts)
+    def is_picked(self) -> bool:
+        """Whether its parts have more than the layer."""
+        rows = self.row_order is not None and len(self.row_order) < self.parts[0].rows
+        shapes = word_shapes(self.layout, self.parts[0].rows, self.in_features, 1)
+        return rows or self.parts[0].words.shape != shapes[0]
 
 
 def mapped(tensor: StoredTensor) -> Array:
@@ -91,7 +95,7 @@ def _numbers(stored: StoredWords, part: StoredPart) -> Array:
     """[rows, in_features] uint8."""
     words = mapped(part.words)
     if stored.layout == "rows":
-        return unpack_words(words, BITS, axis=1)[:, : stored.in_features]
+        return unpack_words(words, BITS, axis=1)
     if stored.layout == "awq":
         return unpack_words(words, BITS, axis=1, order=ORDER).T
     return unpack_words(words, BITS, axis=0).T

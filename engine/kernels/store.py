@@ -94,7 +94,7 @@ class GpuStore:
         return room
 
     def repack(self, stored: StoredWords) -> dict[str, Array]:
-        if len(stored.parts) > MAX_PARTS:
+        if len(stored.parts) > MAX_PARTS or stored.is_picked:
             return {name: self.put(array) for name, array in pack_words(stored).items()}
         sent: list[Future[None]] = []
 

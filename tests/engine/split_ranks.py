@@ -10,19 +10,43 @@ import numpy as np
 
 from conformance.engine_run import Prompts, make_runner
 from engine.batch import ForwardBatch
+from engine.coded8 import FP8, INT8, decode8
 from engine.comm.communicator import OneRank
 from engine.config import ParallelConfig
 from engine.forward import EagerForward
 from engine.kv_cache import KVCache
 from engine.models.model import Piece
-from engine.ops import OpTable
+from engine.ops import OpTable, cpu_ops
+from engine.packed4 import PACKED, PACKED_GATED, unpack4
 from engine.runner import ModelRunner
+from engine.weights import LinearWeight
 
 Array = Any
 
 
 def all_ranks(tp: int, pp: int = 1) -> list[ParallelConfig]:
     return [ParallelConfig(rank, tp, pp) for rank in range(tp * pp)]
+
+
+def decoding_ops() -> OpTable:
+    """The CPU's ops, which decode layers of 4 bits and of 8 when they are prepared."""
+    ops = cpu_ops()
+
+    def prepare(weight: LinearWeight) -> LinearWeight:
+        if weight.format in (INT8, FP8):
+            return ops.prepare(replace(weight, format="dense", tensors={"weight": decode8(weight.tensors)}))
+        if weight.format not in (PACKED, PACKED_GATED):
+            return ops.prepare(weight)
+        shape = weight.out_features, weight.in_features
+        q, scales, zeros = unpack4(weight.tensors, *shape, gated=weight.format == PACKED_GATED)
+        size = shape[1] // scales.shape[1]
+        steps = q.astype(np.float32) - zeros.astype(np.float32).repeat(size, 1)
+        decoded = steps * scales.astype(np.float32).repeat(size, 1)
+        if "order" in weight.tensors:
+            decoded = decoded[:, np.argsort(weight.tensors["order"])]
+        return ops.prepare(replace(weight, format="dense", tensors={"weight": decoded}))
+
+    return replace(ops, prepare=prepare)
 
 
 def in_rank_order(partials: Sequence[Array]) -> Array:
@@ -33,7 +57,7 @@ def in_rank_order(partials: Sequence[Array]) -> Array:
 
 
 def ranks_as_one(folder: Path, ops: OpTable, prompts: Prompts, tp: int, pp: int = 1, **how: Any) -> ModelRunner:
-    """A runner whose pieces are those of all ranks, stage after stage, each rank with weights and a cache of its own."""
+    """A runner whose pieces are those of all ranks, stage after stage; each rank has its weights and its cache."""
     stages = [
         [make_runner(folder, ops, prompts, parallel=rank, **how) for rank in all_ranks(tp, pp) if rank.stage == stage]
         for stage in range(pp)

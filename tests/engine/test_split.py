@@ -9,17 +9,28 @@ from conformance.engine_run import make_runner, run_chunks
 from conformance.golden_families import FAMILY_GOLDENS, family_model, family_prompts
 from conformance.golden_formats import FORMAT_FAMILIES, FORMATS, format_folder
 from conformance.golden_models import GOLDENS, Config, golden_model, random_ids
+from engine.checkpoint import quantized_folder, quantized_words, store, stored_tensor, stored_words
+from engine.checkpoint.loader import load_model_config, load_weights
+from engine.checkpoint.quantized import keep_packed
+from engine.checkpoint.source import resolve
+from engine.checkpoint.stored_tensor import StoredTensor
+from engine.config import ParallelConfig
+from engine.models.registry import ARCHITECTURES
 from engine.ops import cpu_ops
-from tests.engine.split_ranks import ranks_as_one
+from engine.packed4 import PACKED, PACKED_GATED
+from engine.split import rank_weights
+from engine.weights import Weights
+from tests.engine.split_ranks import all_ranks, decoding_ops, ranks_as_one
 
 OPS = cpu_ops()
 CHUNKS = (3, 17)  # of two prompts: a step of both, then decodes beside chunks
 TOLERANCE = 1e-5
 
 
-def assert_as_one_rank(folder: Path, prompts: list[list[int]], tp: int, pp: int, **how: object) -> None:
-    expected = run_chunks(make_runner(folder, OPS, prompts, **how), prompts, CHUNKS)
-    found = run_chunks(ranks_as_one(folder, OPS, prompts, tp, pp, **how), prompts, CHUNKS)
+def assert_as_one_rank(folder: Path, prompts: list[list[int]], tp: int, pp: int, packed: bool = False) -> None:
+    expected = run_chunks(make_runner(folder, OPS, prompts), prompts, CHUNKS)
+    ops = decoding_ops() if packed else OPS
+    found = run_chunks(ranks_as_one(folder, ops, prompts, tp, pp, packed=packed), prompts, CHUNKS)
     for one, other in zip(expected, found, strict=True):
         assert one.shape == other.shape
         np.testing.assert_allclose(other, one, rtol=0, atol=TOLERANCE * max(1, np.abs(one).max()))
@@ -33,6 +44,7 @@ def test_logits_are_those_of_one_rank(tmp_path: Path, name: str, tp: int, pp: in
     assert_as_one_rank(folder, family_prompts("qwen2"), tp, pp)
 
 
+UNLIKE = ("bf16", "gptq_8bit", "ct_int8_smooth")  # decoded; or with outliers, which make roundings of sums larger
 SIZES = {  # in which heads and shares are whole groups of 32 and tiles of 128
     **{"vocab_size": 67, "hidden_size": 256, "intermediate_size": 384, "num_key_value_heads": 2, "head_dim": 128},
     **{"moe_intermediate_size": 256, "shared_expert_intermediate_size": 384, "num_local_experts": 3, "num_experts": 3},
@@ -74,3 +86,63 @@ def test_decoded_formats_are_cut_like_floats(tmp_path: Path, family: str, name: 
 def test_formats_on_three_ranks_with_a_copied_head(tmp_path: Path, name: str) -> None:
     folder = format_folder(tmp_path, format_config("llama"), name)
     assert_as_one_rank(folder, random_ids(67, (5, 21)), 3, 1)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in UNLIKE])
+@pytest.mark.parametrize("tp", [2, 3])
+def test_layers_that_stay_integers_or_codes(tmp_path: Path, name: str, tp: int) -> None:
+    """As their kernels have them; with act-order a rank has the rows of gate and up that its columns of down read."""
+    folder = format_folder(tmp_path, format_config("llama"), name)
+    assert_as_one_rank(folder, random_ids(67, (5, 21)), tp, 1, packed=True)
+
+
+def load(folder: Path, parallel: ParallelConfig) -> Weights:
+    source = resolve(str(folder))
+    config = load_model_config(source)
+    whole = ARCHITECTURES[config.architecture].weight_map(config)
+    return load_weights(source, keep_packed(rank_weights(whole, config, parallel)), progress=False)
+
+
+def test_with_act_order_all_but_the_heads_row_split_stays_packed(tmp_path: Path) -> None:
+    folder = format_folder(tmp_path, format_config("llama"), "gptq_act_order")
+    for rank in all_ranks(2):
+        linears = load(folder, rank).linears
+        formats = {name: linears[f"layers.0.{name}"].format for name in ("qkv_proj", "gate_up_proj", "down_proj")}
+        assert formats == {"qkv_proj": PACKED, "gate_up_proj": PACKED_GATED, "down_proj": PACKED}
+        assert linears["layers.0.o_proj"].format == "dense"
+        assert "order" not in linears["layers.0.down_proj"].tensors
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> dict[StoredTensor, int]:
+    """Bytes of every tensor, or part of one, that has been mapped since."""
+    found: dict[StoredTensor, int] = {}
+    map_bytes = stored_tensor.map_bytes
+
+    def counted(tensor: StoredTensor) -> stored_tensor.Bytes:
+        raw = map_bytes(tensor)
+        assert raw.nbytes == tensor.num_bytes
+        found[tensor] = raw.nbytes
+        return raw
+
+    for module in (quantized_folder, quantized_words, store, stored_tensor, stored_words):
+        monkeypatch.setattr(module, "map_bytes", counted)
+    return found
+
+
+@pytest.mark.parametrize("name", ["bf16", "gptq", "awq", "ct_int4", "fp8_block", "ct_int8"])
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_a_rank_reads_its_bytes_alone(
+    tmp_path: Path, reads: dict[StoredTensor, int], name: str, tp: int, pp: int
+) -> None:
+    """All ranks together read the file once, but for norms and, of GPTQ, the group of each column."""
+    folder = format_folder(tmp_path, format_config("llama"), name)
+    load(folder, ParallelConfig())
+    whole = sum(reads.values())
+    together = 0
+    for rank in all_ranks(tp, pp):
+        reads.clear()
+        load(folder, rank)
+        assert sum(reads.values()) < 0.6 * whole  # three tiles of 128 are two and one
+        together += sum(reads.values())
+    assert whole <= together < 1.03 * whole

@@ -70,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _foreign(args, found)
     chosen = _choose(found, args.op, args.case)
     chosen = quick(chosen) if args.quick else chosen
+    chosen = [case for case in chosen if not (args.sanitizer and "sanitizer" in case.skip)]
     if not chosen:
         return _refuse(_no_case(args, found, args.op))
     if args.list:

@@ -45,7 +45,7 @@ class Case:
     changes: tuple[str, ...] = ()  # inputs that the candidate may write
     disturb: Callable[[Inputs, np.random.Generator], Kept] | None = None
     """Changes the inputs in place, shapes apart, and says which outputs must not change by a bit."""
-    skip: Mapping[str, str] = field(default_factory=dict)  # target → why it does not run this case
+    skip: Mapping[str, str] = field(default_factory=dict)  # target, or "sanitizer" → why it does not run this case
 
     def stored_as(self, storage: str) -> Case:
         """The same case in one of its storage types, which its name ends with."""

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,8 @@ class Library:
     ) -> None:
         self._binary = build(source, kernels, sanitizer, defines)
         self._copies = [] if sanitizer else _load(self._binary, num_threads)
+        self._of_ranks: dict[int, ctypes.CDLL] = {}
+        self._loading = Lock()
         self._team = ThreadPoolExecutor(num_threads, "host-kernel")
         self.parameters: dict[str, list[Parameter]] = {name: [] for name in kernels}
         for line in self._description().splitlines():
@@ -151,11 +154,13 @@ class Library:
         shared_bytes: int = 0,
         schedule: str = "in_step",
         seed: int = 0,
+        rank: int | None = None,
     ) -> None:
         """Runs all blocks of a grid and returns when they have ended.
 
         Args:
             schedule: the order of blocks, warps and lanes: see cuda/host/runtime.cpp. seed: of "random".
+            rank: ranks that wait for each other are threads of the caller, each in a copy of the library of its own.
         Raises:
             TypeError, ValueError: a launch that CUDA would refuse or read as something else; names the argument.
             KernelFault: the kernel did something wrong, or the sanitizer found something.
@@ -176,16 +181,33 @@ class Library:
         if not self._copies:
             _run_watched(self._binary, self._binary.kernels.index(kernel), setup, checked)
             return
-        if len(self._copies) == 1:
-            errors = [self._run(0, kernel, setup, checked)]
+        if rank is not None:
+            errors = [self._run(self._copy_of(rank), (0, 1), kernel, setup, checked)]
+        elif len(self._copies) == 1:
+            errors = [self._run(self._copies[0], (0, 1), kernel, setup, checked)]
         else:
-            runs = [self._team.submit(self._run, copy, kernel, setup, checked) for copy in range(len(self._copies))]
+            shares = [(copy, (number, len(self._copies))) for number, copy in enumerate(self._copies)]
+            runs = [self._team.submit(self._run, copy, share, kernel, setup, checked) for copy, share in shares]
             errors = [run.result() for run in runs]
         if any(errors):
             raise KernelFault("\n".join(filter(None, errors)))
 
-    def _run(self, copy: int, kernel: str, setup: tuple[Any, ...], arguments: Sequence[_Argument]) -> str:
-        """This copy's share of the blocks; what went wrong, or nothing."""
+    def _copy_of(self, rank: int) -> ctypes.CDLL:
+        """A copy of the library that no other rank runs in."""
+        with self._loading:
+            if rank not in self._of_ranks:
+                self._of_ranks[rank] = _load(self._binary, 2)[1]
+            return self._of_ranks[rank]
+
+    def _run(
+        self,
+        copy: ctypes.CDLL,
+        share: tuple[int, int],
+        kernel: str,
+        setup: tuple[Any, ...],
+        arguments: Sequence[_Argument],
+    ) -> str:
+        """A copy's share of the blocks, (first, stride); what went wrong, or nothing."""
         grid, block, shared_bytes, schedule, seed = setup
         memory = [ctypes.create_string_buffer(a.value or struct.pack("Q", a.address)) for a in arguments]
         pointers = (ctypes.c_void_p * max(len(memory), 1))(*map(ctypes.addressof, memory))
@@ -193,9 +215,9 @@ class Library:
         launch = _Launch(
             self._binary.kernels.index(kernel),
             *((ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block), shared_bytes, seed, schedule),
-            *(copy, len(self._copies), len(self._binary.variables), variables, pointers),
+            *(*share, len(self._binary.variables), variables, pointers),
         )
-        error: bytes | None = self._copies[copy].host_launch(ctypes.byref(launch))
+        error: bytes | None = copy.host_launch(ctypes.byref(launch))
         return error.decode() if error else ""
 
 

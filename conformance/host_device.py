@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from threading import local
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from engine.kernels.device import NUM_COUNTERS, Argument, Dims, Instance
 from engine.kernels.notes import FEW_SMS
 
 Array = NDArray[Any]
+T = TypeVar("T")
 
 ORDERS = (("in_step", 0), ("greedy", 0), ("random", 1), ("random", 2))  # schedules and their seeds, in turn
 MAX_INSTANCES = 8  # of one build: a file with more is built in parts, so that all cores have work
@@ -53,6 +55,7 @@ class HostDevice:
         self._orders = ((schedule, seed),) if schedule else ORDERS
         self._order = self._orders[0]
         self._sanitizer, self._folder = sanitizer, folder
+        self._of_thread = local()  # rank: that of a thread, where there are ranks
         self._libraries: dict[Instance, Library] = {}
 
     def build(self, instances: Iterable[Instance], num_jobs: int = 2) -> None:
@@ -91,7 +94,24 @@ class HostDevice:
         if instance not in self._libraries:
             self.build([instance])
         values = [Strided(value) if isinstance(value, np.ndarray) else value for value in arguments]
-        self._libraries[instance].launch(instance.entry, grid, block, values, shared_bytes, *self._order)
+        rank = getattr(self._of_thread, "rank", None)
+        self._libraries[instance].launch(instance.entry, grid, block, values, shared_bytes, *self._order, rank)
+
+    def together(self, ranks: Sequence[Callable[[], T]]) -> list[T]:
+        """What each rank gives, all running at the same time. Their kernels may wait for each other.
+
+        Raises:
+            RuntimeError: with a sanitizer, as each launch is a process of its own.
+        """
+        if self._sanitizer:
+            raise RuntimeError("kernels of ranks share memory, which launches under a sanitizer do not")
+        with ThreadPoolExecutor(len(ranks), "host-rank") as team:
+            runs = [team.submit(self._as_rank, number, rank) for number, rank in enumerate(ranks)]
+        return [run.result() for run in runs]
+
+    def _as_rank(self, number: int, rank: Callable[[], T]) -> T:
+        self._of_thread.rank = number
+        return rank()
 
     def matmul(self, x: Array, weight: Array, out: Array) -> None:
         """Sums in float32, rounded once; of int8 exact."""

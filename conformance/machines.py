@@ -21,6 +21,7 @@ from conformance.check import is_floating, stored_dtype, stored_inputs
 from conformance.host_build import CUDA
 from conformance.host_device import HostDevice
 from conformance.memory import BorderedDevice, DeviceMemory, Memory, host_view
+from conformance.ranked import RankedOps, one_after_another, with_ranks
 from engine.checkpoint.starter import cache_dir
 from engine.kernels.device import Device, Instance
 from engine.kernels.notes import Notes
@@ -77,7 +78,7 @@ def host_machine(cases: Sequence[Case], swap: Swap | None = None, **options: Any
     host.build(kernels)
     device = BorderedDevice(host if swap is None else SwappedDevice(host, swap))
     memory = DeviceMemory(device, np.copy, np.copy, host_view, host.begin)
-    return Machine(_ops(device, HOST_ROW_THREADS), memory, {}, kernels)
+    return Machine(_ops(device, host.together, _host_window, HOST_ROW_THREADS), memory, {}, kernels)
 
 
 def gpu_machine(
@@ -113,7 +114,26 @@ def gpu_machine(
         return cupy.ndarray(shape, dtype, whole.data + offset, strides)
 
     about = {**about_gpu(cupy, compiler), "arch": gpu.arch}
-    return Machine(_ops(device), DeviceMemory(device, to_device, to_host, view), about, kernels)
+
+    def window(num_bytes: int) -> Any:
+        pinned = cupy.cuda.alloc_pinned_memory(num_bytes)
+        memory = cupy.cuda.UnownedMemory(pinned.ptr, num_bytes, pinned)
+        array = cupy.ndarray((num_bytes,), np.uint8, cupy.cuda.MemoryPointer(memory, 0))
+        array[...] = 0
+        return array
+
+    def together(ranks: Sequence[Callable[[], Any]]) -> list[Any]:
+        streams = [cupy.cuda.Stream(non_blocking=True) for _ in ranks]
+        cupy.cuda.get_current_stream().synchronize()
+        given = []
+        for rank, stream in zip(ranks, streams, strict=True):
+            with stream:
+                given.append(rank())
+        for stream in streams:
+            stream.synchronize()
+        return given
+
+    return Machine(_ops(device, together, window), DeviceMemory(device, to_device, to_host, view), about, kernels)
 
 
 def about_gpu(cupy: Any, compiler: Any) -> dict[str, str]:
@@ -127,8 +147,20 @@ def about_gpu(cupy: Any, compiler: Any) -> dict[str, str]:
     }
 
 
-def _ops(device: Device, row_threads: int = ROW_THREADS) -> OpTable:
-    return kernel_ops(device, KernelSampling(device, MAX_ROWS, row_threads))
+def _ops(
+    device: Device,
+    together: Callable[[Sequence[Callable[[], Any]]], list[Any]],
+    window: Callable[[int], Any],
+    row_threads: int = ROW_THREADS,
+) -> RankedOps:
+    ops = kernel_ops(device, KernelSampling(device, MAX_ROWS, row_threads))
+    return with_ranks(ops, device, together, window)
+
+
+def _host_window(num_bytes: int) -> Any:
+    """At a multiple of 256 bytes, as a GPU's is."""
+    memory = np.zeros(num_bytes + 256, np.uint8)
+    return memory[-memory.ctypes.data % 256 :][:num_bytes]
 
 
 def find_cupy() -> Any:
@@ -173,7 +205,8 @@ def dry_run(case: Case, notes: Notes, **ops: Any) -> None:
     inputs = stored_inputs(case, 0)
     dtypes = {name: stored_dtype(case, name) for name, value in inputs.items() if is_floating(value)}
     with contextlib.suppress(Exception):  # the case itself will say so when it is run
-        case.candidate(replace(_ops(device), **ops), **memory.place(inputs, dtypes, 0))
+        table = _ops(device, one_after_another, _host_window)
+        case.candidate(replace(table, **ops), **memory.place(inputs, dtypes, 0))
 
 
 def kernel_hash(stem: str, folder: Path = CUDA) -> str:

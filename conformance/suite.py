@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from conformance import (
     activation,
+    all_reduce,
     attention,
     attention_biased,
     attention_logn,
@@ -47,6 +48,7 @@ OPS = (
     quantize,
     layernorm,
     activation,
+    all_reduce,
     moe_routing,
     moe,
     kv_cache,
@@ -65,7 +67,7 @@ KERNEL_TARGETS = ("host", "gpu")
 QUICK = (  # words of names: ends that are easy to miss
     *("penalties-all", "odd", "wider-than-a-block", "one-short-of-16-bytes", "gqa", "padding"),
     *("seventeen-tokens", "splits", "prefill-chunks", "forward-llama3", "all-ties", "logprobs-20"),
-    "edits-spread",
+    *("edits-spread", "rows-window-of-2"),
 )
 NO_KERNEL = "there is no kernel for it yet"
 

@@ -19,7 +19,12 @@ from engine.ops import OpTable, cpu_ops
 
 ROOT = Path(__file__).parent.parent
 HELPERS = {"team"}  # engine/cpu/team.py: the threads of a matrix product, no operation
-FORMATS = {"quantize": "quant/fused", "gather_columns": "quant/groups", "repack4": "quant/groups"}  # stem → ref file
+FORMATS = {  # stem → ref file
+    "all_reduce": "collectives",
+    "gather_columns": "quant/groups",
+    "quantize": "quant/fused",
+    "repack4": "quant/groups",
+}
 WITHOUT_CASES = {"repack4"}  # puts words in another order: tests/cuda compares each with what engine.packed4 makes
 OTHER_ARGUMENTS = {
     "sampling.apply_penalties": "ids with what each loses, which the sampler keeps: counting a whole text for every "

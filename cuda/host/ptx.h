@@ -128,5 +128,27 @@ inline unsigned multiply_bf16(unsigned a, unsigned b) {
 inline void named_barrier(int id, int num_threads, HOST_SITE_PARAMETERS) {
   host::barrier(id, static_cast<unsigned>(num_threads), 0, {"named_barrier", file, line});
 }
+
+// The halves of 8 bytes arrive one after the other, in an order that the schedule decides.
+inline void store_flagged(void* p, unsigned first, unsigned second, unsigned flag) {
+  host::require_aligned(p, 16, "store_flagged");
+  auto* halves = static_cast<unsigned long long*>(p);
+  __atomic_store_n(halves + 1, static_cast<unsigned long long>(flag) << 32 | second, __ATOMIC_RELAXED);
+  host::maybe_yield();
+  __atomic_store_n(halves, static_cast<unsigned long long>(flag) << 32 | first, __ATOMIC_RELAXED);
+}
+inline uint4 load_flagged(const void* p) {
+  host::require_aligned(p, 16, "load_flagged");
+  const auto* halves = static_cast<const unsigned long long*>(p);
+  const unsigned long long first = __atomic_load_n(halves, __ATOMIC_RELAXED);
+  const unsigned long long second = __atomic_load_n(halves + 1, __ATOMIC_RELAXED);
+  return make_uint4(static_cast<unsigned>(first), static_cast<unsigned>(first >> 32), static_cast<unsigned>(second),
+                    static_cast<unsigned>(second >> 32));
+}
+inline unsigned load_acquire(const unsigned* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline void store_release(unsigned* p, unsigned x) { __atomic_store_n(p, x, __ATOMIC_RELEASE); }
+inline void wait_a_little() { host::wait_for_ranks(); }
+inline unsigned long long nanoseconds() { return static_cast<unsigned long long>(clock64()); }
+
 inline void dependency_wait() {}
 inline void dependency_launch() {}

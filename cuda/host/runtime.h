@@ -74,6 +74,10 @@ void yield();
 // The same in a random schedule only: at atomics and fences, where the order of threads shows.
 void maybe_yield();
 
+// Between two looks at memory that another rank writes: gives other threads of the block a turn, and now and then the
+// processor to other ranks, which are threads of the operating system with copies of the library of their own.
+void wait_for_ranks();
+
 // Ends the launch with an error that names kernel, block and thread.
 [[noreturn]] void fault(const char* format, ...) __attribute__((format(printf, 1, 2)));
 

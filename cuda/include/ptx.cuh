@@ -150,6 +150,38 @@ __device__ __forceinline__ void named_barrier(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
+// ---- memory that other ranks read and write while kernels run
+
+// 16 bytes: two halves of 8, each of a word and the flag, which arrive as a whole, in any order.
+__device__ __forceinline__ void store_flagged(void* p, unsigned first, unsigned second, unsigned flag) {
+  const unsigned long long high = static_cast<unsigned long long>(flag) << 32;
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(high | first), "l"(high | second)
+               : "memory");
+}
+// As x, y (the first half) and z, w: word, flag.
+__device__ __forceinline__ uint4 load_flagged(const void* p) {
+  unsigned long long first, second;
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(p) : "memory");
+  return make_uint4(static_cast<unsigned>(first), static_cast<unsigned>(first >> 32), static_cast<unsigned>(second),
+                    static_cast<unsigned>(second >> 32));
+}
+// A word after which nothing is read that was written before the store that it comes from.
+__device__ __forceinline__ unsigned load_acquire(const unsigned* p) {
+  unsigned x;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
+__device__ __forceinline__ void store_release(unsigned* p, unsigned x) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+}
+// Between two looks at what another rank has not written yet.
+__device__ __forceinline__ void wait_a_little() { __nanosleep(40); }
+__device__ __forceinline__ unsigned long long nanoseconds() {
+  unsigned long long now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
 // Programmatic dependent launch. dependency_wait: until the kernel before has ended and its writes can be read.
 // dependency_launch: the kernel after may begin. Nothing before sm_90, where kernels of a stream never overlap.
 __device__ __forceinline__ void dependency_wait() {

@@ -87,7 +87,7 @@ class Kernel:
         Args:
             grid, block: up to three numbers; an empty grid starts nothing.
             arguments: CuPy arrays (the kernel gets the address of the first element), NumPy scalars of the very type
-                of the parameter, Boxes for a TensorMap, None for a null pointer.
+                of the parameter, a numpy.void for a structure, Boxes for a TensorMap, None for a null pointer.
             shared_bytes: of dynamic shared memory a block.
         Raises:
             KernelError: an argument without a size of its own, more shared memory than this GPU has, or the driver's
@@ -106,10 +106,13 @@ class Kernel:
         config.block[:] = (*block, 1, 1)[:3]
         config.shared_bytes = shared_bytes
         config.stream = cupy.cuda.get_current_stream().ptr
-        maps = []  # until they have been copied
+        maps: list[Any] = []  # until they have been copied
         for number, argument in enumerate(arguments):
             if type(argument) is Boxes:
                 maps.append(tensor_map(argument))
+                self._addresses[number] = ctypes.addressof(maps[-1])
+            elif type(argument) is np.void:
+                maps.append(ctypes.create_string_buffer(argument.tobytes()))
                 self._addresses[number] = ctypes.addressof(maps[-1])
             else:
                 words[number] = self._word(number, argument)

@@ -97,7 +97,7 @@ def first_finding(stem: str, folder: Path) -> str:
 
 def watched_finding(stem: str, folder: Path, sanitizer: str) -> str:
     """What a sanitizer sees in a few cases; "" = nothing."""
-    return _of_cases(quick(cases_of(stem)), folder, sanitizer)
+    return _of_cases([case for case in quick(cases_of(stem)) if "sanitizer" not in case.skip], folder, sanitizer)
 
 
 def _of_cases(cases: list[Case], folder: Path, sanitizer: str = "") -> str:

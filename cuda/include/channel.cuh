@@ -1,0 +1,142 @@
+// A rank's end of a channel: memory through which all ranks exchange what they add up, and which number it is at.
+//
+// A channel belongs to one stream of each rank; its collectives are numbered. Rank r puts its words into the slot r of
+// every outbox, which are the inboxes of the others, or one window of the host that is everybody's inbox. There are two
+// sets of slots, for even and odd numbers: who begins number n + 2 has seen a word of number n + 1 of everybody, so all
+// have ended number n.
+//
+// The blocks of a kernel that waits are all on the GPU at once, and none waits for another of its own grid. Waiting ends
+// too when the alarm is given or patience has run out; then the alarm is given, and says who waited for whom.
+#pragma once
+
+#include "vec.cuh"
+
+constexpr int kMaxRanks = 8;
+constexpr int kPacketBytes = 16;      // of which 8 are data
+constexpr int kLooksAtOnce = 32;      // before a look at the clock and the alarm
+constexpr int kAlarmWords = 4;        // of a rank's report: 1 + the peer, channel, number, 0
+
+struct Channel {  // engine/kernels/channel.py makes it
+  char* outboxes[kMaxRanks];
+  const char* inbox;
+  unsigned* state;  // number of the last collective; blocks of this one that have begun; 1 when a report was made
+  unsigned* alarm;  // [4 + 4 · ranks], of all ranks: not 0 when all are to stop; from 4 on their reports
+  index_t capacity;             // packets of a slot
+  unsigned long long patience;  // nanoseconds
+  int num_outboxes, rank, world_size, id;
+};
+
+// The number of this collective, for every thread of a block. The last block to come counts it, when all others have
+// read it; so it is one number for all blocks, whatever the grid, and a captured graph counts on. 0 is what fresh
+// memory holds, and numbers alternate between even and odd.
+__device__ __forceinline__ unsigned next_number(const Channel& channel) {
+  __shared__ unsigned number;
+  if (threadIdx.x == 0) {
+    const unsigned last = *static_cast<volatile unsigned*>(channel.state);
+    number = last == 0xffffffffu ? 2 : last + 1;
+    __threadfence();
+    if (atomicAdd(channel.state + 1, 1u) == gridDim.x - 1) {
+      channel.state[1] = 0;
+      channel.state[0] = number;
+    }
+  }
+  __syncthreads();
+  return number;
+}
+
+// Where the packets of a rank lie in an outbox or inbox, in bytes.
+__device__ __forceinline__ index_t slot_of(const Channel& channel, unsigned number, int rank) {
+  return ((number & 1) * static_cast<index_t>(channel.world_size) + rank) * channel.capacity * kPacketBytes;
+}
+
+// The place of half `half` of piece i, 16 bytes of data, in a slot: a warp stores 512 bytes in a row.
+__device__ __forceinline__ int packet_of(int piece, int half) {
+  return (piece / 32 * 64 + half * 32 + piece % 32) * kPacketBytes;
+}
+
+__device__ __forceinline__ void send_piece(const Channel& channel, unsigned number, int piece, uint4 words) {
+  const index_t slot = slot_of(channel, number, channel.rank);
+  for (int i = 0; i < channel.num_outboxes; ++i) {
+    char* const outbox = channel.outboxes[i] + slot;
+    store_flagged(outbox + packet_of(piece, 0), words.x, words.y, number);
+    store_flagged(outbox + packet_of(piece, 1), words.z, words.w, number);
+  }
+}
+
+// How long this thread has waited, and whether it goes on.
+struct Patience {
+  unsigned looks = 0;
+  unsigned long long since = 0;
+
+  // After a look in vain at what a peer sends: false when waiting is over.
+  __device__ __forceinline__ bool lasts(const Channel& channel, unsigned number, int peer) {
+    if (++looks % kLooksAtOnce != 0) return true;
+    wait_a_little();
+    if (load_acquire(channel.alarm) != 0) return false;
+    const unsigned long long now = nanoseconds();
+    if (since == 0) since = now;
+    if (now - since < channel.patience) return true;
+    if (atomicExch(channel.state + 2, 1u) == 0) {
+      unsigned* const report = channel.alarm + kAlarmWords * (1 + channel.rank);
+      report[1] = static_cast<unsigned>(channel.id), report[2] = number;
+      store_release(report, 1u + static_cast<unsigned>(peer));
+      store_release(channel.alarm, 1u);
+    }
+    return false;
+  }
+};
+
+// Pieces first, first + step, … below `end` of all other ranks; words[u][q] is of the q-th of the others.
+template <int kWorld, int kPieces>
+__device__ __forceinline__ void receive_pieces(const Channel& channel, unsigned number, int first, int step, int end,
+                                               uint4 (&words)[kPieces][kWorld - 1], Patience& patience) {
+  bool arrived[kWorld - 1];
+#pragma unroll
+  for (int q = 0; q < kWorld - 1; ++q) arrived[q] = false;
+  for (;;) {
+    int missing = -1;
+#pragma unroll
+    for (int q = 0; q < kWorld - 1; ++q) {
+      if (arrived[q]) continue;
+      const int peer = q + (q >= channel.rank);
+      const char* const slot = channel.inbox + slot_of(channel, number, peer);
+      uint4 low[kPieces], high[kPieces];
+      bool all = true;
+#pragma unroll
+      for (int u = 0; u < kPieces; ++u)
+        if (first + u * step < end) {
+          low[u] = load_flagged(slot + packet_of(first + u * step, 0));
+          high[u] = load_flagged(slot + packet_of(first + u * step, 1));
+        }
+#pragma unroll
+      for (int u = 0; u < kPieces; ++u)
+        if (first + u * step < end) {
+          all &= low[u].y == number && low[u].w == number && high[u].y == number && high[u].w == number;
+          words[u][q] = make_uint4(low[u].x, low[u].z, high[u].x, high[u].z);
+        }
+      arrived[q] = all;
+      if (!all) missing = peer;
+    }
+    if (missing < 0 || !patience.lasts(channel, number, missing)) return;
+  }
+}
+
+// x becomes the sum over ranks in their order; x is this rank's own share.
+template <typename T, int kWorld>
+__device__ __forceinline__ void add_in_order(const Channel& channel, const uint4 (&words)[kWorld - 1],
+                                             float (&x)[kWidth<T>]) {
+  float sum[kWidth<T>];
+#pragma unroll
+  for (int p = 0; p < kWorld; ++p) {
+    float other[kWidth<T>];
+    const uint4 later = words[p > 0 ? p - 1 : 0], sooner = words[p < kWorld - 1 ? p : kWorld - 2];
+    unpack(channel.rank < p ? later : sooner, other, T{});
+#pragma unroll
+    for (int i = 0; i < kWidth<T>; ++i) {
+      const float share = channel.rank == p ? x[i] : other[i];
+      sum[i] = p == 0 ? share : sum[i] + share;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kWidth<T>; ++i) x[i] = sum[i];
+}

@@ -1,0 +1,95 @@
+"""All-reduce in one trip: cuda/all_reduce.cu. Defined by ref.collectives and ref.rmsnorm.
+
+Every rank calls the same functions in the same order, with arrays of the same shapes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine.errors import KernelError
+from engine.kernels.channel import Channel, packets
+from engine.kernels.check import ceil_div, require, require_aligned, require_contiguous, type_name, width
+from engine.kernels.device import Device, Instance
+
+Array = Any
+
+MAX_THREADS = 512
+MAX_ROUNDS = 2  # of a thread, in a row that is normed
+
+
+def all_reduce(x: Array, channel: Channel, residual: Array | None = None, *, device: Device) -> Array:
+    """The sum of the ranks' x [num_tokens, hidden_size] in their order, plus residual of the same shape and type, which
+    the answer is then written over; on every rank the same bits.
+
+    Raises:
+        KernelError: x that is longer than a slot of the channel.
+    """
+    kind = _check("all_reduce", x, channel)
+    if residual is not None:
+        _check_residual("all_reduce", x, residual)
+    y = device.empty(x.shape, x.dtype) if residual is None else residual
+    if x.size:
+        threads, blocks = shape(ceil_div(int(x.size), width(x)), channel)
+        instance = Instance("all_reduce", f"all_reduce<{kind}, {channel.world_size}>")
+        arguments = (x, residual, y, np.int32(x.size), channel.struct)
+        device.launch(instance, (blocks,), (threads,), arguments)
+    return y
+
+
+def can_fuse(x: Array) -> bool:
+    """Whether all_reduce_add_rmsnorm takes rows like those of x."""
+    return bool(x.shape[1] % width(x) == 0 and x.shape[1] <= MAX_ROUNDS * MAX_THREADS * width(x))
+
+
+def all_reduce_add_rmsnorm(
+    x: Array, residual: Array, weight: Array, eps: float, channel: Channel, *, device: Device
+) -> tuple[Array, Array]:
+    """(normed, sum + residual): all_reduce with the residual, and its rmsnorm; the sum is written over the residual.
+
+    Raises:
+        KernelError: as all_reduce; rows that can_fuse does not take.
+    """
+    name = "all_reduce_add_rmsnorm"
+    kind = _check(name, x, channel)
+    _check_residual(name, x, residual)
+    require(name, "weight", weight, (x.shape[1],), x.dtype)
+    if not can_fuse(x):
+        raise KernelError(f"{name}: rows of {x.shape[1]}; see can_fuse")
+    y = device.empty(x.shape, x.dtype)
+    if x.size:
+        pieces = x.shape[1] // width(x)
+        rounds = ceil_div(pieces, MAX_THREADS)
+        threads = 32 * ceil_div(ceil_div(pieces, rounds), 32)
+        blocks = min(x.shape[0], channel.max_blocks)
+        instance = Instance("all_reduce", f"{name}<{kind}, {channel.world_size}, {rounds}>")
+        sizes = np.int32(x.shape[0]), np.int32(x.shape[1]), np.float32(eps)
+        device.launch(instance, (blocks,), (threads,), (x, residual, weight, y, residual, *sizes, channel.struct))
+    return y, residual
+
+
+def shape(num_pieces: int, channel: Channel) -> tuple[int, int]:
+    """(threads of a block, blocks) for so many pieces of 16 bytes: few of them are spread over many small blocks, as
+    each waits for a link's answer only once."""
+    blocks = min(channel.max_blocks, ceil_div(num_pieces, 128))
+    threads = min(MAX_THREADS, 32 * ceil_div(ceil_div(num_pieces, blocks), 32))
+    return threads, blocks
+
+
+def _check(kernel: str, x: Array, channel: Channel) -> str:
+    require(kernel, "x", x, (None, None))
+    require_contiguous(kernel, "x", x)
+    require_aligned(kernel, "x", x.reshape(-1))
+    if packets(int(x.nbytes)) > channel.capacity:
+        raise KernelError(
+            f"{kernel}: {x.nbytes} bytes are {packets(int(x.nbytes))} packets; the channel takes {channel.capacity}"
+        )
+    return type_name(kernel, "x", x)
+
+
+def _check_residual(kernel: str, x: Array, residual: Array) -> None:
+    require(kernel, "residual", residual, x.shape, x.dtype)
+    require_contiguous(kernel, "residual", residual)
+    require_aligned(kernel, "residual", residual.reshape(-1))

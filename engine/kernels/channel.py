@@ -1,0 +1,130 @@
+"""A rank's end of a channel: the memory through which ranks add up while their kernels run (cuda/include/channel.cuh).
+
+Who makes that memory is no matter here: a window of the host that every GPU has mapped (one inbox, which is
+everybody's only outbox), or an inbox of each GPU that the others write to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import KernelError
+
+Array = Any
+
+MAX_RANKS = 8  # as in channel.cuh, and so are these
+PACKET_BYTES = 16
+NUM_SETS = 2
+ALARM_WORDS = 4
+STATE_WORDS = 4
+
+STRUCT = np.dtype(
+    [
+        ("outboxes", np.uint64, MAX_RANKS),
+        ("inbox", np.uint64),
+        ("state", np.uint64),
+        ("alarm", np.uint64),
+        ("capacity", np.int64),
+        ("patience", np.uint64),
+        ("num_outboxes", np.int32),
+        ("rank", np.int32),
+        ("world_size", np.int32),
+        ("id", np.int32),
+    ],
+    align=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """One stream's way to the other ranks. All calls that use it come in one order, the same on all ranks.
+
+    struct: what kernels get. memory: what must live as long. max_blocks: of a kernel that waits; all that may wait at
+    the same time fit on the GPU together.
+    """
+
+    rank: int
+    world_size: int
+    capacity: int  # packets of a slot
+    max_blocks: int
+    struct: np.void
+    memory: tuple[Array, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A rank that gave up waiting for another."""
+
+    rank: int
+    peer: int
+    channel: int
+    number: int  # of the collective, on that channel
+
+
+def make_channel(
+    rank: int,
+    world_size: int,
+    *,
+    outboxes: Sequence[Array],
+    inbox: Array,
+    state: Array,
+    alarm: Array,
+    number: int = 0,
+    patience_s: float = 10.0,
+    max_blocks: int = 64,
+) -> Channel:
+    """A channel over memory that is there, all of it zeros at first.
+
+    Args:
+        outboxes: where this rank's words go; of the size of inbox.
+        inbox: [num_bytes] uint8, slots_bytes long.
+        state: [STATE_WORDS] uint32 of the device, this rank's own.
+        alarm: [alarm_words(world_size)] uint32, one for all ranks.
+        number: of the channel, for reports.
+    Raises:
+        KernelError: more ranks than kernels know.
+    """
+    if not 2 <= world_size <= MAX_RANKS or not 1 <= len(outboxes) <= MAX_RANKS:
+        raise KernelError(f"{world_size} ranks with {len(outboxes)} outboxes each; kernels add up 2 to {MAX_RANKS}")
+    struct: np.void = np.zeros(1, STRUCT)[0]
+    struct["outboxes"][: len(outboxes)] = [address(outbox) for outbox in outboxes]
+    struct["inbox"], struct["state"], struct["alarm"] = address(inbox), address(state), address(alarm)
+    capacity = int(inbox.nbytes) // (NUM_SETS * world_size * PACKET_BYTES)
+    struct["capacity"], struct["patience"] = capacity, int(patience_s * 1e9)
+    struct["num_outboxes"], struct["rank"], struct["world_size"] = len(outboxes), rank, world_size
+    struct["id"] = number
+    return Channel(rank, world_size, capacity, max_blocks, struct, (*outboxes, inbox, state, alarm))
+
+
+def slots_bytes(world_size: int, num_bytes: int) -> int:
+    """Of an inbox through which arrays of so many bytes go."""
+    return NUM_SETS * world_size * PACKET_BYTES * packets(num_bytes)
+
+
+def packets(num_bytes: int) -> int:
+    """Of an array: whole warps of pieces of 16 bytes, two packets each."""
+    return 64 * -(-num_bytes // (32 * 16))
+
+
+def alarm_words(world_size: int) -> int:
+    return ALARM_WORDS * (1 + world_size)
+
+
+def reports(alarm: NDArray[np.uint32]) -> list[Report]:
+    """What ranks that gave up have left in an alarm; none where all is well."""
+    found = []
+    for rank, (peer, channel, number, _) in enumerate(alarm.reshape(-1, ALARM_WORDS)[1:].tolist()):
+        if peer:
+            found.append(Report(rank, peer - 1, channel, number))
+    return found
+
+
+def address(array: Array) -> int:
+    """Of the first element."""
+    host = getattr(array, "__array_interface__", None)  # of a NumPy array
+    return int(array.data.ptr if host is None else host["data"][0])

@@ -1,0 +1,200 @@
+"""Kernels that wait for other ranks, where conformance does not look: waits that end, orders, and planted faults."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conformance import all_reduce as cases_of
+from conformance import ranked
+from conformance.case import Case
+from conformance.check import check
+from conformance.host_device import HostDevice
+from conformance.machines import Machine, host_machine
+from conformance.ranked import Group, RankedOps, make_group
+from engine.errors import KernelError
+from engine.kernels import all_reduce as kernels
+from engine.kernels.channel import Report, packets
+from tests.cuda.mutants import Mutant, mutants
+from tests.cuda.test_mutants import copy_of_cuda, isolated, planted
+
+FEW = (  # cases that together see what the mutants below do
+    "plain-rows-window-of-2",
+    "plain-ragged-window-of-2",
+    "add-rows-peer-of-3",
+    "norm-large-peer-of-3",
+    "plain-rows-window-of-3",
+    "plain-rows-window-of-2-wraps",
+)
+MUTANTS = (
+    *mutants(
+        "all_reduce",
+        "include/channel.cuh",
+        ("the first half is taken without its flag", "all &= low[u].y == number && ", "all &= "),
+        (
+            "a stale number will do",
+            "low[u].y == number && low[u].w == number && high[u].y == number && high[u].w == number",
+            "low[u].y && low[u].w && high[u].y && high[u].w",
+        ),
+        ("one set of slots", "((number & 1) * static_cast<index_t>(channel.world_size) + rank)", "rank"),
+        ("the number is not counted on", "      channel.state[0] = number;\n", ""),
+        ("blocks that began are not forgotten", "      channel.state[1] = 0;\n", ""),
+        ("numbers go through 0", "last == 0xffffffffu ? 2 : last + 1", "last + 1"),
+        ("own share first, then the others", "channel.rank == p ? x[i]", "(p == 0) ? x[i]"),
+        (
+            "the last rank is left out",
+            "for (int p = 0; p < kWorld; ++p) {\n    float",
+            "for (int p = 0; p < kWorld - 1; ++p) {\n    float",
+        ),
+        ("one outbox only", "i < channel.num_outboxes", "i < 1"),
+        ("halves of a piece change places", "packet_of(piece, 1), words.z", "packet_of(piece ^ 1, 1), words.z"),
+    ),
+    *mutants(
+        "all_reduce",
+        "all_reduce.cu",
+        (
+            "the last piece is lost",
+            "(size + kWidth<T> - 1) / kWidth<T>;\n  const int step",
+            "size / kWidth<T>;\n  const int step",
+        ),
+        ("the residual is left out", "sum[j] += other[j]", "sum[j] += 0.0f * other[j]"),
+        ("rows sum through the same memory at once", "    __syncthreads();  // the next", "    // the next"),
+        (
+            "sums of the row before",
+            "load_rounds<T, kRounds>(new_residual + row * size",
+            "load_rounds<T, kRounds>(x + row * size",
+        ),
+    ),
+)
+QUICK = 5  # of the mutants, from the first on, are tried in every run
+
+
+def few_cases() -> list[Case]:
+    return [case.stored_as("bfloat16") for case in cases_of.cases() if case.name in FEW]
+
+
+def finding(folder: Path) -> str:
+    """What the first case finds that finds something in a copy of cuda/."""
+    ranked.PATIENCE_S = 1.0
+    machine = host_machine(few_cases(), folder=folder)
+    for case in few_cases():
+        if problems := check(case, machine.ops, memory=machine.memory).problems:
+            return f"{case.name}: {problems[0]}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(mutant, marks=[pytest.mark.slow] if number >= QUICK else [])
+        for number, mutant in enumerate(MUTANTS)
+    ],
+    ids=str,
+)
+def test_a_planted_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
+    copy = copy_of_cuda(tmp_path)
+    file = copy / mutant.file
+    file.write_text(planted(file.read_text("utf-8"), mutant.old, mutant.new), "utf-8")
+    assert isolated(finding, copy), "all cases pass"
+
+
+def test_nothing_is_found_in_a_true_copy(tmp_path: Path) -> None:
+    assert isolated(finding, copy_of_cuda(tmp_path)) == ""
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    return host_machine(few_cases())
+
+
+def ranked_ops(machine: Machine) -> RankedOps:
+    assert isinstance(machine.ops, RankedOps)
+    return machine.ops
+
+
+def run_all(ops: RankedOps, group: Group, x: np.ndarray, ranks: range) -> list[np.ndarray]:
+    def of(rank: int) -> Callable[[], np.ndarray]:
+        return lambda: kernels.all_reduce(x[rank], group.channels[rank], device=ops.device)
+
+    return ops.together([of(rank) for rank in ranks])
+
+
+def test_a_rank_that_is_waited_for_in_vain_is_named(machine: Machine) -> None:
+    """Rank 2 never comes: who waits says so, stops, and stops the others; nothing waits any more afterwards."""
+    ops = ranked_ops(machine)
+    x = np.ones((3, 8, 96), "bfloat16")
+    group = make_group(ops, 3, "window", x[0].nbytes, patience_s=0.3)
+    begin = time.monotonic()
+    run_all(ops, group, x, range(2))
+    assert time.monotonic() - begin < 5.0
+    found = group.reports()
+    assert found
+    assert {(report.peer, report.channel, report.number) for report in found} == {(2, 0, 1)}
+    begin = time.monotonic()
+    run_all(ops, group, x, range(1))
+    assert time.monotonic() - begin < 0.3
+    assert group.reports() == found
+
+
+def test_an_alarm_ends_a_wait(machine: Machine) -> None:
+    ops = ranked_ops(machine)
+    x = np.ones((2, 8, 96), "bfloat16")
+    group = make_group(ops, 2, "window", x[0].nbytes, patience_s=60.0)
+    group.alarm[0] = 1
+    run_all(ops, group, x, range(1))
+    assert group.reports() == []
+
+
+def test_a_late_rank_is_waited_for(machine: Machine) -> None:
+    ops = ranked_ops(machine)
+    x = np.arange(2 * 8 * 96).reshape(2, 8, 96).astype("bfloat16")
+    group = make_group(ops, 2, "peer", x[0].nbytes)
+
+    def late() -> Any:
+        time.sleep(0.2)
+        return kernels.all_reduce(x[1], group.channels[1], device=ops.device)
+
+    found = ops.together([lambda: kernels.all_reduce(x[0], group.channels[0], device=ops.device), late])
+    expected = (x[0].astype(np.float32) + x[1].astype(np.float32)).astype("bfloat16")
+    assert all((one == expected).all() for one in found)
+
+
+def test_nothing_to_add_up_is_no_call(machine: Machine) -> None:
+    ops = ranked_ops(machine)
+    group = make_group(ops, 2, "window", 1024, patience_s=0.2)
+    assert kernels.all_reduce(np.ones((0, 96), "bfloat16"), group.channels[0], device=ops.device).shape == (0, 96)
+    assert group.reports() == []
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    ops = host_machine([]).ops
+    assert isinstance(ops, RankedOps)
+    group = make_group(ops, 2, "window", 4096)
+    with pytest.raises(KernelError, match=f"8192 bytes are {packets(8192)} packets; the channel takes {packets(4096)}"):
+        kernels.all_reduce(np.ones((32, 128), "bfloat16"), group.channels[0], device=ops.device)
+    with pytest.raises(KernelError, match="x is not contiguous"):
+        kernels.all_reduce(np.ones((8, 16), "bfloat16")[:, :8], group.channels[0], device=ops.device)
+    with pytest.raises(KernelError, match="residual has shape"):
+        kernels.all_reduce(
+            np.ones((8, 16), "bfloat16"), group.channels[0], np.ones((4, 16), "bfloat16"), device=ops.device
+        )
+    with pytest.raises(KernelError, match="2 to 8"):
+        make_group(ops, 9, "window", 4096)
+
+
+def test_a_report_is_read() -> None:
+    ops = host_machine([]).ops
+    assert isinstance(ops, RankedOps)
+    group = make_group(ops, 3, "window", 4096)
+    group.alarm[:] = [1, 0, 0, 0, *[0] * 4, 3, 5, 77, 0, *[0] * 4]
+    assert group.reports() == [Report(rank=1, peer=2, channel=5, number=77)]
+
+
+def test_a_sanitizer_refuses_ranks() -> None:
+    with pytest.raises(RuntimeError, match="share memory"):
+        HostDevice(sanitizer="address").together([])

@@ -35,7 +35,9 @@ MAX_THREADS = 16
 # 51 GB/s with pieces of 4 MB, 49 with 2, and 23 with 1: then Python is what they wait for.
 PIECE_BYTES, NUM_PIECES = 4 << 20, 2
 STAGING_BYTES = MAX_THREADS * NUM_PIECES * PIECE_BYTES
-JOBS_AHEAD = 4  # pieces that wait for each thread
+JOB_BYTES = 16 << 20  # of a file that is opened once
+JOBS_AHEAD = 4  # that wait for each thread
+LATER_BYTES = 128 << 20  # that may wait for a kernel beside those of the last tensor
 CHUNK_BYTES = 32 << 20  # that is on the GPU in another type, or made at random, at a time
 # types of files whose bytes need no conversion
 AS_STORED = {"BF16": "bfloat16", "F16": "float16", "I8": "int8", "F8_E4M3": "uint8", "I32": "int32"}
@@ -46,7 +48,7 @@ FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.d
 class _Buffers(threading.local):
     """Pinned memory of a thread, and what tells that it has been copied."""
 
-    free: deque[tuple[Any, Any]]
+    free: deque[tuple[Bytes, int, Any]]  # a piece, its address, and an event
 
 
 class GpuStore:
@@ -69,7 +71,7 @@ class GpuStore:
         number = cupy.cuda.Device().id
         self._team = ThreadPoolExecutor(threads, initializer=self._begin, initargs=(number,))
         self._sent: deque[Future[None]] = deque()  # not known to be on the stream
-        self._later: deque[tuple[Sequence[Future[None]], Callable[[], None]]] = deque()  # what is done with it then
+        self._later: deque[tuple[int, Sequence[Future[None]], Callable[[], None]]] = deque()  # what is done with it
 
     def empty(self, shape: tuple[int, ...], dtype: Any = None) -> Array:
         try:
@@ -83,7 +85,7 @@ class GpuStore:
             self._read(tensor, target)
             return
         whole = self.empty(target.shape, target.dtype)
-        self._then(self._read(tensor, whole), partial(setitem, target, ..., whole))
+        self._then(whole.nbytes, self._read(tensor, whole), partial(setitem, target, ..., whole))
 
     def write(self, values: NDArray[np.float32], target: Array) -> None:
         self._copy(self._rounded(values), target)
@@ -127,7 +129,7 @@ class GpuStore:
             sizes = stored.in_features, stored.group_size
             tensors.update(repack4(stored.layout, parts, *sizes, device=self._device, **facts))
 
-        self._then(sent, launch)
+        self._then(sum(part.words.nbytes for part in parts), sent, launch)
         return tensors
 
     def random_words(self, shape: tuple[int, ...], seed: tuple[int, int]) -> Array:
@@ -148,7 +150,7 @@ class GpuStore:
             part[...] = generator.standard_normal(part.size, dtype=np.float32) * np.float32(std)
 
     def flush(self) -> None:
-        self._catch_up(0)
+        self._catch_up(-1)
         while self._sent:
             self._sent.popleft().result()
 
@@ -167,18 +169,21 @@ class GpuStore:
         pinned = cupy.cuda.alloc_pinned_memory(NUM_PIECES * PIECE_BYTES)
         self._pinned.append(pinned)
         whole = np.frombuffer(pinned, np.uint8, NUM_PIECES * PIECE_BYTES)
-        self._buffers.free = deque(zip(whole.reshape(NUM_PIECES, PIECE_BYTES), events, strict=True))
+        pieces = [(piece, int(piece.ctypes.data)) for piece in whole.reshape(NUM_PIECES, PIECE_BYTES)]
+        self._buffers.free = deque((*piece, event) for piece, event in zip(pieces, events, strict=True))
 
-    def _then(self, sent: Sequence[Future[None]], work: Callable[[], None]) -> None:
+    def _then(self, num_bytes: int, sent: Sequence[Future[None]], work: Callable[[], None]) -> None:
         """Does `work` when what it needs is on the stream, and what was to be done before it is done: while more is
-        sent, or in flush. Its arrays are the only ones that are there twice: one work's, and what is sent for a second.
+        sent, or in flush. What words become takes memory only then, so there are never more at once than the weights
+        and what was sent for the last of them; of numbers of another type there are LATER_BYTES too.
         """
-        self._later.append((sent, work))
-        self._catch_up(1)
+        self._later.append((num_bytes, sent, work))
+        self._catch_up(LATER_BYTES + num_bytes)
 
     def _catch_up(self, num_left: int) -> None:
-        while len(self._later) > num_left:
-            sent, work = self._later.popleft()
+        """Does work until the rest waits for no more than so many bytes."""
+        while self._later and sum(num_bytes for num_bytes, _, _ in self._later) > num_left:
+            _, sent, work = self._later.popleft()
             for future in sent:
                 future.result()
             work()
@@ -205,7 +210,7 @@ class GpuStore:
             part = flat[first : first + step]
             stored = self.empty(part.shape, dtype)
             sent = self._send(lambda: open_bytes(tensor), stored, first * dtype.itemsize)
-            self._then(sent, partial(setitem, part, ..., stored))
+            self._then(stored.nbytes, sent, partial(setitem, part, ..., stored))
 
     def _copy(self, array: Array, target: Array) -> list[Future[None]]:
         """Of an array of this process, contiguous."""
@@ -221,22 +226,25 @@ class GpuStore:
     ) -> list[Future[None]]:
         """The bytes of a source from `begin` on, as many as target has. Raises what went wrong with those before."""
         jobs = []
-        for first in range(0, target.nbytes, PIECE_BYTES):
-            size = min(PIECE_BYTES, target.nbytes - first)
+        for first in range(0, target.nbytes, JOB_BYTES):
+            size = min(JOB_BYTES, target.nbytes - first)
             while len(self._sent) >= self._jobs_ahead:
                 self._sent.popleft().result()
-            jobs.append(self._team.submit(self._send_piece, source, begin + first, target, first, size))
+            jobs.append(self._team.submit(self._do, source, begin, target, first, size))
             self._sent.append(jobs[-1])
         return jobs
 
-    def _send_piece(
+    def _do(
         self, source: Callable[[], AbstractContextManager[Fill]], begin: int, target: Array, first: int, size: int
     ) -> None:
-        """By a thread of the team: `size` bytes of a source from `begin` on to those of target from `first` on."""
-        piece, copied = self._buffers.free[0]
-        copied.synchronize()
+        """By a thread of the team: bytes first to first + size of target, which a source has from `begin` on."""
+        free = self._buffers.free
         with source() as fill:
-            fill(piece[:size], begin)
-        (target.data + first).copy_from_host_async(piece.ctypes.data, size, self._stream)
-        copied.record(self._stream)
-        self._buffers.free.rotate(-1)
+            for place in range(first, first + size, PIECE_BYTES):
+                piece, address, copied = free[0]
+                num_bytes = min(PIECE_BYTES, first + size - place)
+                copied.synchronize()
+                fill(piece[:num_bytes], begin + place)
+                (target.data + place).copy_from_host_async(address, num_bytes, self._stream)
+                copied.record(self._stream)
+                free.rotate(-1)

@@ -65,7 +65,12 @@ def store_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.delitem(sys.modules, "engine.kernels.store", raising=False)
     module = importlib.import_module("engine.kernels.store")
-    sizes = {"PIECE_BYTES": 96, "CHUNK_BYTES": 1000}  # so that each buffer is filled many times
+    sizes = {
+        "PIECE_BYTES": 96,
+        "JOB_BYTES": 480,
+        "CHUNK_BYTES": 1000,
+        "LATER_BYTES": 3000,
+    }  # so that each buffer is filled many times
     for name, size in sizes.items():
         monkeypatch.setattr(module, name, size)
     yield module

@@ -5,7 +5,7 @@ A StepPlan is integers only, so that it can reach every rank; a rank makes the F
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,10 @@ from numpy.typing import NDArray
 
 Array = Any
 Int32 = NDArray[np.int32]
+
+
+def no_swaps() -> Int32:
+    return np.zeros((0, 2), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,8 @@ class StepPlan:
     rope_lens: Int32  # [num_seqs] see Sequence.rope_len
     two_way_lens: Int32  # [num_seqs] see Sequence.two_way_len
     num_decodes: int  # leading sequences with one token each
+    swaps_out: Int32 = field(default_factory=no_swaps)  # [num_out, 2] a block, and where to on the host: done first
+    swaps_in: Int32 = field(default_factory=no_swaps)  # [num_in, 2] where on the host, and to which block: done next
 
     @property
     def num_seqs(self) -> int:

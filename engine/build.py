@@ -37,6 +37,7 @@ from engine.runner import ModelRunner
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
 from engine.split import rank_config, rank_weights
+from engine.swap import swap_bytes
 from engine.system import has_nvidia_driver
 
 logger = logging.getLogger(__name__)
@@ -167,6 +168,7 @@ def _load(config: EngineConfig, ranks: Ranks, found: _Found, progress: bool) -> 
     ranks.gather(None, "loading the weights")  # what is free is known once all have theirs
     memory = backend.plan_memory(config, found.limits, model, weights, found.num_positions)
     memory = memory.with_blocks(ranks.minimum(memory.num_blocks, "planning the memory"))
+    memory = memory.with_swap_space(swap_bytes(config, ranks.size))
     logger.info("memory:\n%s", memory.table())
     cache = backend.make_cache(model, memory)
     rope = RopeTable(model.config.rope, model.config.rotary_dim, found.num_positions)
@@ -242,13 +244,16 @@ def _assemble(
     sampler = Sampler(geometry.vocab_size, limits.max_num_seqs, sampling)
     publish = (lambda plan: None) if channel is None else channel.publish
     runner = ModelRunner(part.model, part.forward, part.comm, part.cache, part.rope, sampler, sampling, publish)
+    if part.memory.num_swap_places:
+        runner.swap = backend.make_swap(part.model, part.cache, part.memory)
     backend.warm_up(runner)
     if channel is not None:
         channel.warm()
     backend.settle()
     shares = config.enable_prefix_caching and not geometry.soft_prompt_ids  # these are read both ways: keys depend on
     blocks = BlockManager(part.memory.num_blocks, config.block_size, shares)  # a prompt's end
-    scheduler = Scheduler(blocks, limits.max_num_seqs, limits.max_num_batched_tokens, found.num_positions)
+    sizes = limits.max_num_seqs, limits.max_num_batched_tokens, found.num_positions
+    scheduler = Scheduler(blocks, *sizes, num_swap_places=part.memory.num_swap_places)
     request_limits = Limits(
         vocab_size=geometry.vocab_size,
         max_model_len=found.max_model_len,

@@ -202,6 +202,7 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = None  # the KV pool in blocks; None: sized from memory
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory; means nothing on a CPU
     reserve_memory_mb: int = 512  # of a GPU's memory, left to others whatever that share is; means nothing on a CPU
+    swap_space_gb: float = 0.0  # of the host's memory for KV of preempted sequences; 0: theirs is computed again
     max_num_seqs: int | None = None  # None: 64 on a CPU, 256 on a GPU
     max_num_batched_tokens: int | None = None  # the token budget of a step; None: 512 on a CPU, 8192 on a GPU
     max_waiting: int = 2048  # requests in the queue before 429
@@ -250,6 +251,9 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if not isinstance(share, int | float) or not 0 < share <= 1:
             found.append(("gpu_memory_utilization", f"is {share!r}; it must be a share above 0 and at most 1"))
+        swap = self.swap_space_gb
+        if not isinstance(swap, int | float) or not 0 <= swap <= MAX_SWAP_GB:
+            found.append(("swap_space_gb", f"is {swap!r}; it must be a number from 0 to {MAX_SWAP_GB}"))
         grace = self.shutdown_grace_s
         if not isinstance(grace, int | float) or not math.isfinite(grace) or grace < 0:
             found.append(("shutdown_grace_s", f"is {grace!r}; it must be a number of seconds, 0 or more"))
@@ -265,6 +269,7 @@ class EngineConfig:
         return found
 
 
+MAX_SWAP_GB = 2**20
 _INT_RANGES: tuple[tuple[str, int, int], ...] = (  # the upper ends keep a slip of the pen from stalling the start
     ("port", 0, 65535),
     ("seed", 0, 2**63 - 1),

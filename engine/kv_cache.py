@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from engine.batch import Int32, StepPlan
 from engine.coded_kv import CODES, SCALE_BYTES, CodedKV, KVArray, KVKind
 
 Array = Any
@@ -50,6 +51,32 @@ class KVCache:
     def num_bytes(self) -> int:
         groups = (self.k_cache, self.v_cache, self.latent_cache)
         return sum(int(array.nbytes) for arrays in groups for array in arrays.values())
+
+
+class KVSwap:
+    """Copies blocks between the pool and another one in memory of the host, as a plan says."""
+
+    def __init__(
+        self, cache: KVCache, on_host: KVCache, copy: Callable[..., None], to_device: Callable[[Any], Array]
+    ) -> None:
+        """copy: kv_cache_swap of an op table; to_device: of integers, [n] int32."""
+        self.on_host = on_host
+        self._cache, self._copy, self._to_device = cache, copy, to_device
+
+    def __call__(self, plan: StepPlan) -> None:
+        self._move(self._cache, self.on_host, plan.swaps_out)
+        self._move(self.on_host, self._cache, plan.swaps_in)
+
+    def _move(self, source: KVCache, target: KVCache, pairs: Int32) -> None:
+        if not len(pairs):
+            return
+        src, dst = (self._to_device(np.ascontiguousarray(column)) for column in pairs.T)
+        for layer, keys in source.k_cache.items():
+            values = source.v_cache[layer]
+            self._copy(keys, values, target.k_cache[layer], target.v_cache[layer], src, dst)
+        for layer, latent in source.latent_cache.items():  # keys of one head, and values that are the same
+            heads, other = latent[:, :, None], target.latent_cache[layer][:, :, None]
+            self._copy(heads, heads, other, other, src, dst)
 
 
 def make_kv_cache(

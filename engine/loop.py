@@ -263,6 +263,7 @@ class Engine:
         logger.error("a step with %d sequences failed", len(seqs), exc_info=error)
         if self._failed_in_a_row >= MAX_FAILED_STEPS:
             raise EngineDeadError(f"{MAX_FAILED_STEPS} steps in a row failed, the last with {error!r}") from error
+        self.scheduler.swap.drop(list(self.scheduler.waiting))  # nobody knows whether theirs was copied
         if len(seqs) == 1:
             return self._finish(seqs[0], "error", "the engine failed while computing this request", discard=True)
         for seq in reversed(seqs):

@@ -14,6 +14,7 @@ LOADING = "while weights are read"
 STEP = "during a step"
 
 WEIGHTS, KV_CACHE, WORKSPACE = "weights", "KV cache", "activations, logits"
+SWAP_SPACE = "KV of preempted sequences"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,19 @@ class MemoryPlan:
     num_blocks: int
     block_size: int
     max_model_len: int
+
+    def with_swap_space(self, num_bytes: int) -> MemoryPlan:
+        """With so much of the host's memory, in whole blocks, for what the pool cannot hold."""
+        if not num_bytes:
+            return self
+        block_bytes = self.kv_pool // self.num_blocks
+        room = Buffer(SWAP_SPACE, num_bytes // block_bytes * block_bytes, ALWAYS, "host")
+        return replace(self, buffers=(*self.buffers, room))
+
+    @property
+    def num_swap_places(self) -> int:
+        """Blocks that fit there."""
+        return self.bytes_of(SWAP_SPACE) // (self.kv_pool // self.num_blocks)
 
     def bytes_of(self, name: str) -> int:
         """Of all buffers of this name."""

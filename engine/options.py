@@ -106,6 +106,12 @@ OPTIONS = (
         integer,
         "GPU memory in MB that is left free at least, for other programs, whatever --gpu-memory-utilization is",
     ),
+    Option(
+        "swap_space_gb",
+        number,
+        "GB of the host's memory for the KV cache of preempted sequences, which is copied back then; with 0 it is "
+        "computed again",
+    ),
     Option("max_num_seqs", integer, "sequences that run at the same time; by default 64 on a CPU, 256 on a GPU"),
     Option(
         "max_num_batched_tokens",

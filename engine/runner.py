@@ -26,6 +26,7 @@ from engine.sampler import Draw, Sampler, prompt_logprobs
 Array = Any
 LogitsHook = Callable[[Array, NDArray[np.int32]], None]  # (logits, slots); for fault injection in tests
 Publish = Callable[[StepPlan], None]  # hands a plan to the ranks that follow
+Swap = Callable[[StepPlan], None]  # copies the blocks that a plan names (see engine.kv_cache.KVSwap)
 
 PROMPT_LOGPROB_ROWS = 64  # logits rows made at once for prompt logprobs, to bound memory
 
@@ -78,6 +79,7 @@ class ModelRunner:
         self.comm = comm
         self._ops = ops
         self._publish = publish
+        self.swap: Swap = lambda plan: None
         self._prompt_scores: dict[int, PromptScores] = {}
 
     def score_prompt(self, slot: int, scores: PromptScores) -> None:
@@ -99,6 +101,7 @@ class ModelRunner:
         A token id below 0 is batch.unknown_id(slot): what the step before samples in that slot.
         """
         self._publish(plan)
+        self.swap(plan)
         hidden = self.forward(self.forward.batch(plan))
         scores = self._score_prompts(plan, hidden)
         rows = np.flatnonzero(plan.samples)

@@ -15,6 +15,7 @@ import numpy as np
 from engine.batch import StepPlan
 from engine.blocks import BlockManager
 from engine.sequence import Sequence, SequenceState
+from engine.swap import SwapSpace
 
 MAX_OVERTAKEN = 32  # after so many younger sequences passed it, a waiting one lets nobody pass any more
 MAX_LOOKAHEAD = 16  # waiting sequences that do not fit are tried up to this number a step
@@ -26,8 +27,8 @@ class Scheduler:
     Rules: decoding goes before prefilling, prefilling in order of admission. A sequence is admitted only if all
     of its tokens fit the free blocks with one block to spare for each running sequence, so prefill never runs
     out. A decoding sequence that needs a block when none is free takes them from the youngest running one, which
-    waits at the head of the queue and is computed again; the oldest therefore always gets through. One that is
-    alone and has filled the pool ends with finish reason "length".
+    waits at the head of the queue and is computed again, or copied back from the host (see SwapSpace); the oldest
+    therefore always gets through. One that is alone and has filled the pool ends with finish reason "length".
     """
 
     def __init__(
@@ -36,8 +37,10 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        num_swap_places: int = 0,
     ) -> None:
         self.blocks = blocks
+        self.swap = SwapSpace(num_swap_places, blocks.block_size)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
@@ -64,11 +67,13 @@ class Scheduler:
             self._release(seq, discard)
         elif seq.state is SequenceState.WAITING:
             self.waiting.remove(seq)
+            self.swap.drop([seq])
         seq.state = SequenceState.FINISHED
 
     def preempt(self, seq: Sequence) -> None:
         """Sends a running sequence back to the head of the queue; what it has generated is kept."""
         self.running.remove(seq)
+        self.swap.put(seq)
         self._release(seq)
         seq.state = SequenceState.WAITING
         seq.num_preemptions += 1
@@ -198,6 +203,7 @@ class Scheduler:
     def _start(self, seq: Sequence, matched: list[int]) -> None:
         self.waiting.remove(seq)
         self.blocks.admit(seq, matched)
+        self.swap.take(seq)
         if seq.num_preemptions == 0:
             seq.num_cached_tokens = seq.num_computed
         if seq.wants_prompt_logprobs:
@@ -224,6 +230,7 @@ class Scheduler:
             token_ids += seq.token_ids[seq.num_computed : seq.num_computed + count]
             num_logits.append(self._num_logits(seq, count))
         slots = np.array([seq.slot for seq in seqs], np.int32)
+        swaps_out, swaps_in = self.swap.copies()
         width = max(len(seq.block_ids) for seq in seqs)
         cu_seqlens_q = np.zeros(len(seqs) + 1, np.int32)
         np.cumsum(counts, out=cu_seqlens_q[1:])
@@ -239,6 +246,8 @@ class Scheduler:
             rope_lens=np.array([seq.rope_len for seq in seqs], np.int32),
             two_way_lens=np.array([seq.two_way_len for seq in seqs], np.int32),
             num_decodes=len(decodes),
+            swaps_out=swaps_out,
+            swaps_in=swaps_in,
         )
 
     @staticmethod

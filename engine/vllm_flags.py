@@ -5,7 +5,7 @@ from __future__ import annotations
 _REMOTE_CODE = "no code from a checkpoint is ever run"
 _ONE_FOLDER = "it is read from the model's folder"
 _FORMAT = "the format of the weights is read from the checkpoint"
-_RECOMPUTE = "a preempted request is computed again"
+_SWAP = "a preempted request is computed again, or copied back with --swap-space-gb"
 _GRAPHS = "a GPU always runs captured graphs, of sizes that are chosen for it"
 _ONE_PROCESS = "the model runs on one rank"
 _PROXY = "put a proxy in front of the server"
@@ -67,7 +67,7 @@ LACKING: dict[str, str] = {  # name without dashes → why, or what there is ins
     "numa-bind": "",
     "otlp-traces-endpoint": "",
     "override-generation-config": "",
-    "preemption-mode": _RECOMPUTE,
+    "preemption-mode": _SWAP,
     "quantization": _FORMAT,
     "q": _FORMAT,
     "response-role": "the role is always assistant",
@@ -83,7 +83,7 @@ LACKING: dict[str, str] = {  # name without dashes → why, or what there is ins
     "ssl-ca-certs": _PROXY,
     "ssl-certfile": _PROXY,
     "ssl-keyfile": _PROXY,
-    "swap-space": _RECOMPUTE,
+    "swap-space": _SWAP,
     "task": "",
     "tokenizer": _ONE_FOLDER,
     "tokenizer-mode": _ONE_FOLDER,

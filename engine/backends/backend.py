@@ -10,7 +10,7 @@ from engine.comm.communicator import Communicator
 from engine.comm.mpi_sums import MpiComm
 from engine.config import EngineConfig, ModelConfig, ParallelConfig, StepLimits
 from engine.forward import Forward
-from engine.kv_cache import KVCache
+from engine.kv_cache import KVCache, KVSwap
 from engine.memory_plan import MemoryPlan
 from engine.models.model import Model
 from engine.ops import OpTable
@@ -56,6 +56,10 @@ class Backend(Protocol):
 
     def make_cache(self, model: Model, plan: MemoryPlan) -> KVCache:
         """The whole pool."""
+        ...
+
+    def make_swap(self, model: Model, cache: KVCache, plan: MemoryPlan) -> KVSwap:
+        """Copies blocks to the plan's swap space on the host, and back. Raises ConfigError if it cannot be had."""
         ...
 
     def make_forward(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
 from threadpoolctl import threadpool_limits
 
 from engine.backends.backend import Place
@@ -16,7 +17,7 @@ from engine.comm.mpi_sums import MpiComm
 from engine.config import EngineConfig, ModelConfig, ParallelConfig, StepLimits
 from engine.errors import ConfigError
 from engine.forward import EagerForward, Forward
-from engine.kv_cache import KVCache, make_kv_cache
+from engine.kv_cache import KVCache, KVSwap, make_kv_cache
 from engine.memory import plan_memory
 from engine.memory_plan import MemoryPlan
 from engine.models.model import Model
@@ -64,6 +65,10 @@ class CpuBackend:
 
     def make_cache(self, model: Model, plan: MemoryPlan) -> KVCache:
         return make_kv_cache(model.cache_specs, plan.num_blocks, plan.block_size, codes=self._kv_codes)
+
+    def make_swap(self, model: Model, cache: KVCache, plan: MemoryPlan) -> KVSwap:
+        on_host = make_kv_cache(model.cache_specs, plan.num_swap_places, plan.block_size, codes=self._kv_codes)
+        return KVSwap(cache, on_host, self.ops.kv_cache_swap, np.asarray)
 
     def make_forward(
         self, limits: StepLimits, model: Model, comm: Communicator, cache: KVCache, rope: RopeTable, num_positions: int

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import cupy
 import ml_dtypes
@@ -32,7 +35,7 @@ from engine.kernels.pools import Pools
 from engine.kernels.sampling import KernelSampling
 from engine.kernels.store import STAGING_BYTES, GpuStore
 from engine.kernels.table import kernel_ops
-from engine.kv_cache import KVCache, make_kv_cache
+from engine.kv_cache import KVCache, KVSwap, make_kv_cache
 from engine.memory_plan import ALWAYS, LOADING, STEP, WEIGHTS, WORKSPACE, Buffer, MemoryPlan
 from engine.models.model import Model
 from engine.packed4 import PACKED, PACKED_GATED
@@ -155,6 +158,18 @@ class CudaBackend:
     def _make_cache(self, model: Model, num_blocks: int, block_size: int) -> KVCache:
         return make_kv_cache(model.cache_specs, num_blocks, block_size, self._dtype, cupy.zeros, self._kv_codes)
 
+    def make_swap(self, model: Model, cache: KVCache, plan: MemoryPlan) -> KVSwap:
+        """Over pinned memory, which a kernel reads and writes at the rate of a copy."""
+        sizes = plan.num_swap_places, plan.block_size
+        try:
+            on_host = make_kv_cache(model.cache_specs, *sizes, self._dtype, _pinned_array, self._kv_codes)
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise ConfigError(f"--swap-space-gb: the host has no room for it ({error}); set it lower") from error
+        swap = KVSwap(cache, on_host, self.ops.kv_cache_swap, cupy.asarray)
+        one = np.zeros((1, 2), np.int32)
+        swap(replace(_first_step(1, 2), swaps_out=one, swaps_in=one))  # compiles its kernel; block 0 holds nothing yet
+        return swap
+
     def make_forward(
         self, limits: StepLimits, model: Model, comm: Communicator, cache: KVCache, rope: RopeTable, num_positions: int
     ) -> Forward:
@@ -222,6 +237,14 @@ def _room_for(what: str, advice: str) -> Iterator[None]:
         raise ConfigError(
             f"the GPU has no room for {what}: {free / 1e6:,.0f} of its {total / 1e6:,.0f} MB were free; {advice}"
         ) from error
+
+
+def _pinned_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> cupy.ndarray:
+    """In pinned memory of the host, at an address that is the GPU's too."""
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    pinned = cupy.cuda.alloc_pinned_memory(max(num_bytes, 1))
+    memory = cupy.cuda.UnownedMemory(pinned.ptr, num_bytes, pinned)
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
 
 
 def _first_step(num_tokens: int, vocab_size: int) -> StepPlan:

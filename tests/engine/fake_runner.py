@@ -98,6 +98,7 @@ class FakeRunner:
         self._budget = budget
         self._vocab_size = vocab_size
         self._memory = np.zeros(num_blocks * block_size, np.int64)  # key of what was written to each slot of the pool
+        self._on_host: dict[int, NDArray[np.int64]] = {}  # what was copied to each place
         self._scores: dict[int, PromptScores] = {}
 
     def score_prompt(self, slot: int, scores: PromptScores) -> None:
@@ -120,6 +121,7 @@ class FakeRunner:
 
     def step(self, plan: StepPlan, logits_hook: LogitsHook | None = None) -> StepResult:
         self.plans.append(plan)
+        self._swap(plan)
         self._check_plan(plan)
         rows = list(zip(plan.slots.tolist(), plan.starts.tolist(), np.diff(plan.cu_seqlens_q).tolist(), strict=True))
         written: set[int] = set()
@@ -134,6 +136,15 @@ class FakeRunner:
             self._read(plan, row, slot, start + count)
             self.sampler.slots[slot].num_computed = start + count
         return self._results(plan, rows)
+
+    def _swap(self, plan: StepPlan) -> None:
+        blocks = self._memory.reshape(-1, self._block_size)
+        for pairs in (plan.swaps_out, plan.swaps_in):
+            assert len(set(pairs[:, 1].tolist())) == len(pairs), "two blocks go to one place"
+        for block, place in plan.swaps_out.tolist():
+            self._on_host[place] = blocks[block].copy()
+        for place, block in plan.swaps_in.tolist():
+            blocks[block] = self._on_host[place]
 
     def _check_plan(self, plan: StepPlan) -> None:
         counts = np.diff(plan.cu_seqlens_q)
@@ -212,10 +223,12 @@ def fake_engine(
     max_waiting: int = 1000,
     faults: Any = None,
     overlap: bool = False,
+    num_swap_places: int = 0,
 ) -> tuple[Engine, FakeRunner]:
     """The real loop, scheduler and block manager over a fake runner."""
     blocks = BlockManager(num_blocks, block_size, enable_prefix_caching, hash_function)
-    scheduler = Scheduler(blocks, max_num_seqs, max_num_batched_tokens, max_model_len)
+    sizes = max_num_seqs, max_num_batched_tokens, max_model_len
+    scheduler = Scheduler(blocks, *sizes, num_swap_places=num_swap_places)
     runner = FakeRunner(num_blocks, block_size, max_num_batched_tokens, vocab_size, rope_limit)
     limits = Limits(vocab_size, max_model_len, 20, max_waiting, eos_token_ids)
     return Engine(scheduler, runner, limits, 0, faults, overlap), runner  # type: ignore[arg-type]

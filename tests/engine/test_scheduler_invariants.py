@@ -35,6 +35,7 @@ LIMITS: dict[str, Any] = {
     "more_budget": st.integers(0, 10),
     "enable_prefix_caching": st.booleans(),
     "rope_limit": st.sampled_from([5, 1000]),
+    "num_swap_places": st.integers(0, 12),
 }
 
 
@@ -92,6 +93,7 @@ def storm(seed: int, num_events: int) -> Traffic:
         max_num_batched_tokens=max_num_seqs + rng.randint(0, 10),
         enable_prefix_caching=rng.random() < 0.8,
         rope_limit=rng.choice([5, 1000]),
+        num_swap_places=rng.choice([0, rng.randint(1, 24)]),
     )
     with_faults = rng.random() < 0.5
     for _ in range(num_events):
@@ -154,8 +156,10 @@ def test_long_storm(seed: int) -> None:
 
 
 def test_the_storms_meet_what_they_are_for() -> None:
-    """A storm without preemptions, hits and failures would prove nothing."""
-    found = [storm(seed, num_events=200).engine.stats() for seed in range(12)]
+    """A storm without preemptions, hits, failures and copies to the host would prove nothing."""
+    engines = [storm(seed, num_events=200).engine for seed in range(12)]
+    found = [engine.stats() for engine in engines]
+    assert sum(engine.scheduler.swap.num_swapped_tokens for engine in engines) > 50
     assert sum(stats.preemptions for stats in found) > 60
     assert sum(stats.prefix_hit_tokens for stats in found) > 150
     assert sum(stats.failed_steps for stats in found) > 5

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
@@ -46,14 +47,17 @@ class Engine:
         faults: Faults | None = None,
         overlap: bool = False,
         late_allocations: Callable[[], int] = lambda: 0,
+        num_stages: int = 1,
+        num_ranks: int = 1,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.limits = limits
         self._faults = faults
         self._overlap = overlap
+        self._num_stages, self._num_ranks = num_stages, num_ranks
         self._late_allocations = late_allocations
-        self._in_flight: InFlight | None = None
+        self._in_flight: deque[InFlight] = deque()  # the oldest first
         self._num_informed = 0  # live sequences whose next step needs their tokens on the host
         self._random = np.random.default_rng(seed)
         self._live: dict[str, list[Sequence]] = {}
@@ -67,7 +71,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._in_flight is not None
+        return self.scheduler.has_work or bool(self._in_flight)
 
     @property
     def num_requests(self) -> int:
@@ -130,7 +134,7 @@ class Engine:
 
     def _step(self) -> list[TokenEvent]:
         overlaps = self._may_overlap()
-        if self._in_flight is not None and not overlaps:
+        if self._in_flight and not overlaps:
             return self._collect()  # what comes next must know everything
         plan = self._schedule()
         self._prompt_tokens += sync_slots(self.scheduler, self.runner, self.limits.eos_token_ids)
@@ -153,37 +157,45 @@ class Engine:
         """Whether a step may be launched before the one before it is known.
 
         Its rows then decode from tokens that only the device knows, so no row may need them on the host: for
-        penalties, logprobs, or to find out which of several sequences made a step fail.
+        penalties, logprobs, or to find out which of several sequences made a step fail. With several stages no step
+        names a token that is not known.
         """
+        if self._num_stages > 1:
+            return self._faults is None
         quiet = self._faults is None and self._num_informed == 0
         return self._overlap and quiet and not (self._failed_steps and any(seq.suspect for seq in self._sequences()))
 
     def _launch(self, plan: StepPlan, seqs: list[Sequence]) -> list[TokenEvent]:
-        """Starts a step, then takes what the one before gave, while the device computes."""
+        """Starts a step, then takes what the oldest gave, while the others are computed: one a stage, or one."""
         try:
             started = self.runner.start(plan)
         except Exception as error:
             events = self._collect()
             return events + self._on_failed_step([seq for seq in seqs if seq.state is SequenceState.RUNNING], error)
-        before, self._in_flight = self._in_flight, InFlight.of(plan, seqs, started)
-        events = [] if before is None else self._land(before)
+        self._in_flight.append(InFlight.of(plan, seqs, started))
+        if self._num_stages > 1:  # its tokens are known
+            self.scheduler.launched(plan)
+            self.scheduler.commit(plan, seqs)
+            return self._collect() if len(self._in_flight) == self._num_stages else []
+        events = self._collect() if len(self._in_flight) > 1 else []
         self.scheduler.commit(plan, seqs)
         return events
 
     def _collect(self) -> list[TokenEvent]:
-        """What the step in flight gives, if there is one; then there is none."""
-        flight, self._in_flight = self._in_flight, None
-        return [] if flight is None else self._land(flight)
+        """What the oldest step in flight gives, if there is one."""
+        return self._land(self._in_flight.popleft()) if self._in_flight else []
 
     def _land(self, flight: InFlight) -> list[TokenEvent]:
         """Waits for a step that was launched earlier."""
         try:
             result = self.runner.finish(flight.started)
         except Exception as error:  # steps behind it read what it should have written
-            self._in_flight = None
+            self._in_flight.clear()
             forget_unknown(self._sequences())
             return self._on_failed_step(list(self.scheduler.running), error)
         self._failed_in_a_row = 0
+        if self._num_stages > 1:
+            self.scheduler.landed(flight.plan)
         return self._take_results(flight.plan, flight.seqs, result, flight.positions)
 
     def _sequences(self) -> Iterator[Sequence]:
@@ -214,10 +226,10 @@ class Engine:
         """positions: where in its sequence the token of each row that samples belongs; None: at the end."""
         events: list[TokenEvent] = []
         if result.prompt_logprobs:
-            for seq in seqs:
-                if seq.slot in result.prompt_logprobs:
+            for slot, seq in zip(plan.slots.tolist(), seqs, strict=True):
+                if slot in result.prompt_logprobs and seq.slot in (slot, -1):  # or it was preempted, and began again
                     assert seq.prompt_logprobs is not None
-                    seq.prompt_logprobs += result.prompt_logprobs[seq.slot]
+                    seq.prompt_logprobs += result.prompt_logprobs[slot]
         sampling = [seq for seq, samples in zip(seqs, plan.samples.tolist(), strict=True) if samples]
         rows = zip(sampling, result.token_ids, result.logprobs, strict=True)
         for row, (seq, token_id, logprob) in enumerate(rows):
@@ -261,6 +273,8 @@ class Engine:
         self._failed_steps += 1
         self._failed_in_a_row += 1
         logger.error("a step with %d sequences failed", len(seqs), exc_info=error)
+        if self._num_ranks > 1:
+            raise EngineDeadError(f"a step that other ranks compute too failed with {error!r}") from error
         if self._failed_in_a_row >= MAX_FAILED_STEPS:
             raise EngineDeadError(f"{MAX_FAILED_STEPS} steps in a row failed, the last with {error!r}") from error
         self.scheduler.swap.drop(list(self.scheduler.waiting))  # nobody knows whether theirs was copied

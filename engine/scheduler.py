@@ -29,6 +29,10 @@ class Scheduler:
     out. A decoding sequence that needs a block when none is free takes them from the youngest running one, which
     waits at the head of the queue and is computed again, or copied back from the host (see SwapSpace); the oldest
     therefore always gets through. One that is alone and has filled the pool ends with finish reason "length".
+
+    With several stages as many steps are on their way at once, none of which names a token that another is still to
+    sample: each takes its share of the decoding sequences. Stages compute them in order, so the next may use blocks
+    that one leaves; but the slot of a sequence that has left is kept until the steps that name it are over.
     """
 
     def __init__(
@@ -37,10 +41,14 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        num_stages: int = 1,
         num_swap_places: int = 0,
     ) -> None:
         self.blocks = blocks
         self.swap = SwapSpace(num_swap_places, blocks.block_size)
+        self._num_stages = num_stages
+        self._num_on_their_way = np.zeros(max_num_seqs, np.int64)  # steps that name a slot
+        self._left_slots: set[int] = set()  # but named by a step that is on its way
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
@@ -114,6 +122,17 @@ class Scheduler:
             if seq.num_computed // self.blocks.block_size > len(seq.prefix):
                 self.blocks.commit(seq)
 
+    def launched(self, plan: StepPlan) -> None:
+        """From now on its slots are taken, until it has landed."""
+        self._num_on_their_way[plan.slots] += 1
+
+    def landed(self, plan: StepPlan) -> None:
+        """The slots of sequences that have left meanwhile are free."""
+        self._num_on_their_way[plan.slots] -= 1
+        for slot in sorted(slot for slot in self._left_slots if not self._num_on_their_way[slot]):
+            self._left_slots.remove(slot)
+            self._free_slot(slot)
+
     # ---- inside
 
     def _schedule_decodes(self) -> tuple[list[Sequence], list[Sequence]]:
@@ -123,12 +142,17 @@ class Scheduler:
         """
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
+        share = len(self.running)
+        if self._num_stages > 1:
+            share = -(-sum(seq.num_remaining <= 1 for seq in self.running) // self._num_stages)
         for seq in list(self.running):
             if seq.state is not SequenceState.RUNNING or len(seq.token_ids) >= seq.max_len:
                 continue  # its last token has been launched, but is not known yet
+            if self._num_stages > 1 and seq.token_ids[-1] < 0:
+                continue  # nor is the one that it would go on from
             if len(seq.token_ids) - seq.num_computed > 1:
                 prefills.append(seq)
-            elif not self.blocks.needs_block(seq) or self._make_room(seq):
+            elif len(decodes) < share and (not self.blocks.needs_block(seq) or self._make_room(seq)):
                 decodes.append(seq)
         return decodes, prefills
 
@@ -217,9 +241,15 @@ class Scheduler:
     def _release(self, seq: Sequence, discard: bool = False) -> None:
         self._block_tables[seq.slot, : len(seq.block_ids)] = -1
         self.blocks.free(seq, discard)
-        self._free_slots.append(seq.slot)
-        self.released_slots.append(seq.slot)
+        if self._num_on_their_way[seq.slot]:
+            self._left_slots.add(seq.slot)
+        else:
+            self._free_slot(seq.slot)
         seq.slot = -1
+
+    def _free_slot(self, slot: int) -> None:
+        self._free_slots.append(slot)
+        self.released_slots.append(slot)
 
     def _plan(self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]]) -> StepPlan:
         seqs = decodes + [seq for seq, _ in chunks]

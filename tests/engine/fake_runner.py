@@ -6,6 +6,7 @@ registered at the wrong moment is found at the step in which attention would hav
 """
 
 import zlib
+from collections import deque
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -209,6 +210,29 @@ class FakeRunner:
         return StepResult(token_ids, [None] * len(token_ids), errors, prompt_logprobs)
 
 
+class FakeStages(FakeRunner):
+    """Steps are on their way from start to finish, and computed at its end: rank 0 is the last stage."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.on_their_way: deque[StepPlan] = deque()
+        self.most_on_their_way = 0
+
+    def start(self, plan: StepPlan) -> Any:
+        assert (plan.token_ids >= 0).all(), "a stage before this one cannot know what is sampled here"
+        self.on_their_way.append(plan)
+        self.most_on_their_way = max(self.most_on_their_way, len(self.on_their_way))
+        return plan
+
+    def finish(self, started: Any) -> StepResult:
+        assert started is self.on_their_way.popleft(), "steps land in the order in which they were launched"
+        return self.step(started)
+
+    def release(self, slot: int) -> None:
+        assert all(slot not in plan.slots for plan in self.on_their_way), "a step on its way needs the slot's state"
+        super().release(slot)
+
+
 def fake_engine(
     num_blocks: int = 16,
     block_size: int = 4,
@@ -223,15 +247,18 @@ def fake_engine(
     max_waiting: int = 1000,
     faults: Any = None,
     overlap: bool = False,
+    num_stages: int = 1,
+    num_ranks: int = 1,
     num_swap_places: int = 0,
 ) -> tuple[Engine, FakeRunner]:
     """The real loop, scheduler and block manager over a fake runner."""
     blocks = BlockManager(num_blocks, block_size, enable_prefix_caching, hash_function)
-    sizes = max_num_seqs, max_num_batched_tokens, max_model_len
-    scheduler = Scheduler(blocks, *sizes, num_swap_places=num_swap_places)
-    runner = FakeRunner(num_blocks, block_size, max_num_batched_tokens, vocab_size, rope_limit)
+    scheduler = Scheduler(blocks, max_num_seqs, max_num_batched_tokens, max_model_len, num_stages, num_swap_places)
+    kind = FakeRunner if num_stages == 1 else FakeStages
+    runner = kind(num_blocks, block_size, max_num_batched_tokens, vocab_size, rope_limit)
     limits = Limits(vocab_size, max_model_len, 20, max_waiting, eos_token_ids)
-    return Engine(scheduler, runner, limits, 0, faults, overlap), runner  # type: ignore[arg-type]
+    ranks = {"num_stages": num_stages, "num_ranks": num_ranks}
+    return Engine(scheduler, runner, limits, 0, faults, overlap, **ranks), runner  # type: ignore[arg-type]
 
 
 def fake_request(

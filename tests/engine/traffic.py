@@ -44,7 +44,7 @@ class Traffic:
             max_model_len=max_model_len,
             vocab_size=VOCAB,
             hash_function=HASHES[hash_name],
-            faults=self.faults,
+            faults=self.faults if limits.get("num_stages", 1) == 1 else None,  # several stages survive none
             **limits,
         )
         self.blocks = self.engine.scheduler.blocks
@@ -107,14 +107,15 @@ class Traffic:
         could_work = self.engine.has_work and not self.faults.refuse_blocks_at
         if self.runner.fail_next or self.runner.spoil_next:
             self._touch([*self.engine.scheduler.running, *self.engine.scheduler.waiting])
-        before = self.engine.stats()
+        before, on_their_way = self.engine.stats(), len(self.engine._in_flight)
         events = self.engine.step()
         for event in events:
             self._take(event)
         after = self.engine.stats()
         if after.steps > before.steps:
             self.failed_in_a_row = self.failed_in_a_row + 1 if after.failed_steps > before.failed_steps else 0
-        assert events or after.steps > before.steps or not could_work, "an idle step though there is work"
+        moved = after.steps > before.steps or len(self.engine._in_flight) < on_their_way
+        assert events or moved or not could_work, "an idle step though there is work"
         self.check_books()
 
     def close(self) -> None:

@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from conformance.case import HALVES, Case, Inputs, Kept, Outputs
 from conformance.inputs import guarded, normal
+from engine.coded8 import CodedActivations
 from engine.ops import OpTable
+from engine.weights import LinearWeight
 from ref.numerics import round_to
 from ref.quant.fp8 import fp8_quantize_static
 from ref.quant.fused import quantize_activations
@@ -41,12 +43,23 @@ HOSTILE = ("zeros", "tiny", "tiniest", "subnormal", "large", "infinity", "nan", 
 
 
 def cases() -> list[Case]:
-    found = [_case(op, kind, name, *shape) for op in OPS for kind in KINDS for name, shape in SHAPES.items()]
-    found += [_case("plain", kind, "hostile", len(HOSTILE), 80) for kind in KINDS]
-    return found + [_case(op, kind, "fixed", len(HOSTILE), 80) for op in OPS for kind in KINDS[:2]]
+    found = [
+        case
+        for op in OPS
+        for kind in KINDS
+        for name, shape in SHAPES.items()
+        for case in _cases(op, kind, name, *shape)
+    ]
+    found += [case for kind in KINDS for case in _cases("plain", kind, "hostile", len(HOSTILE), 80)]
+    return found + [case for op in OPS for kind in KINDS[:2] for case in _cases(op, kind, "fixed", len(HOSTILE), 80)]
 
 
-def _case(op: str, kind: str, name: str, num_tokens: int, size: int) -> Case:
+def _cases(op: str, kind: str, name: str, num_tokens: int, size: int) -> list[Case]:
+    """One for each storage type: the truth is what becomes of a norm that is rounded to it."""
+    return [_case(op, kind, name, num_tokens, size, storage) for storage in HALVES]
+
+
+def _case(op: str, kind: str, name: str, num_tokens: int, size: int, stored: str) -> Case:
     fixed = FIXED if name == "fixed" else None
 
     def reference(
@@ -54,27 +67,33 @@ def _case(op: str, kind: str, name: str, num_tokens: int, size: int) -> Case:
     ) -> Outputs:
         added = {}
         if residual is not None:
-            x = round_to(x + residual, storage)
+            x = round_to(x + residual, stored)
             added = {"residual": x}
         with np.errstate(all="ignore"):
-            z = x if weight is None else rmsnorm(x, weight, EPS)
-            codes, scales = quantize_activations(z, kind)
+            low, high = (_quantized(x, weight, 1 + sign * NEAR, kind, fixed, stored) for sign in (-1, 1))
+            scales = quantize_activations(_normed(x, weight, 1.0, stored), kind)[1]
             if fixed is not None:
-                scales = np.full(len(z), fixed, z.dtype)
-                codes = _coded(z, scales, kind, 1.0)
-            sure = _coded(z, scales, kind, 1 - NEAR) == _coded(z, scales, kind, 1 + NEAR)
-        return {"codes": np.where(sure, codes.astype(np.int16), np.int16(UNDECIDED)), "scales": scales} | added
+                scales = np.full(len(x), fixed, x.dtype)
+            sure_scales = np.abs(high[1] / low[1] - 1) < 2.0**-12  # a rounding to storage is much more
+            scales = np.where(sure_scales | ~np.isfinite(scales) | (scales == 0), scales, x.dtype.type(UNDECIDED))
+        return {"codes": np.where(low[0] == high[0], low[0], np.int16(UNDECIDED)), "scales": scales} | added
 
     def candidate(
         ops: OpTable, x: Array, weight: Array | None, residual: Array | None, fixed_scale: Array | None
     ) -> Outputs:
         more = {} if fixed_scale is None else {"input_scale": fixed_scale}
-        if weight is None:
-            codes, scales = ops.quantize_activations(x, kind, **more)
-        elif residual is None:
-            codes, scales = ops.norm_quant(x, weight, EPS, kind, **more)
-        else:
-            codes, scales, residual = ops.add_norm_quant(x, residual, weight, EPS, kind, **more)
+        into = LinearWeight(
+            "int8" if kind == "int8" else "fp8",
+            *(1, size, {"scale": np.ones((1, 1) if kind == "fp8_block" else 1, np.float32)} | more),
+        )
+        if residual is not None:
+            assert weight is not None
+            x, residual = ops.add_norm_quant(x, residual, weight, EPS, into)
+        elif weight is not None:
+            x = ops.norm_quant(x, weight, EPS, into)
+        codes, scales = (
+            (x.codes, x.scales) if isinstance(x, CodedActivations) else ops.quantize_activations(x, kind, **more)
+        )
         found = {"codes": codes.astype(np.int16), "scales": scales}
         return found if residual is None else found | {"residual": residual}
 
@@ -88,10 +107,24 @@ def _case(op: str, kind: str, name: str, num_tokens: int, size: int) -> Case:
         undecided=UNDECIDED,
         changes=("residual",) if op == "add-norm" else (),
         disturb=_disturb,
-        storages=HALVES,
+        storages=(stored,),
         wide=("scales", "fixed_scale"),
         skip={"cpu": "the CPU's op table holds the functions of ref.quant.fused themselves"},
     )
+
+
+def _normed(x: Array, weight: Array | None, times: float, storage: str) -> Array:
+    """What is quantized, of which float32 may find `times` as much before it is rounded to storage."""
+    return x if weight is None else round_to(rmsnorm(x, weight, EPS) * x.dtype.type(times), storage)
+
+
+def _quantized(
+    x: Array, weight: Array | None, times: float, kind: str, fixed: np.float32 | None, storage: str
+) -> tuple[Array, Array]:
+    """Codes and scales, if a float32 errs by as much."""
+    z = _normed(x, weight, times, storage)
+    scales = quantize_activations(z, kind)[1] if fixed is None else np.full(len(z), fixed, z.dtype)
+    return _coded(z, scales, kind, times).astype(np.int16), scales
 
 
 def _coded(z: Array, scales: Array, kind: str, times: float) -> Array:

@@ -7,8 +7,8 @@
 // a block    owns a row, and a thread kRounds pieces of 16 bytes of it, which stay in registers between the passes
 // template   F signed char (int8) or e4m3; kGroups whether there are groups; T bf16 or fp16; kRounds 1 to 8; kPairs: the
 //            codes of every 16 columns in the order 0, 8, 1, 9 … 7, 15, as linear_w4a8_sm90 reads them; size is a multiple of 16
-// sums       float32, as in cuda/rmsnorm.cu; the norm is not rounded before it is quantized; new_residual is rounded to T
-//            before it is normed; a quotient is rounded to float32, then to the code
+// sums       float32, as in cuda/rmsnorm.cu; new_residual is rounded to T before it is normed, the norm before it is
+//            quantized; a quotient is rounded to float32, then to the code
 // launcher   grid = num_rows, block = whole warps, at most 512 threads, threads · kRounds · 8 ≥ size; no fixed with groups
 #include "coding.cuh"
 #include "maximum.cuh"
@@ -25,6 +25,14 @@ __device__ __forceinline__ uint2 paired(uint2 codes) {
   const unsigned other = __shfl_xor_sync(kAllLanes, odd ? codes.x : codes.y, 1);
   const unsigned low = odd ? other : codes.x, high = odd ? codes.y : other;
   return make_uint2(interleaved(low, high), interleaved(low >> 16, high >> 16));
+}
+
+template <typename T, int kRounds>
+__device__ __forceinline__ void round_row(Row<T, kRounds>& x) {
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round)
+#pragma unroll
+    for (int i = 0; i < kWidth<T>; ++i) x[round][i] = to_float(from_float<T>(x[round][i]));
 }
 
 template <typename F, bool kGroups, bool kPairs, typename T, int kRounds>
@@ -90,6 +98,7 @@ __global__ void __launch_bounds__(512)
   const index_t row = blockIdx.x;
   load_rounds<T, kRounds>(x + row * x_stride, size, values);
   norm_row<T, kRounds>(values, weights, size, eps);
+  round_row<T, kRounds>(values);
   const int num_scales = kGroups ? (size + kGroup - 1) / kGroup : 1;
   quantize_row<F, kGroups, false, T, kRounds>(values, codes + row * size, scales + row * num_scales, fixed, size);
 }
@@ -108,6 +117,7 @@ __global__ void __launch_bounds__(512)
   load_rounds<T, kRounds>(x + row * x_stride, size, values);
   add_residual<T, kRounds>(values, residual + row * residual_stride, new_residual + row * new_residual_stride, size);
   norm_row<T, kRounds>(values, weights, size, eps);
+  round_row<T, kRounds>(values);
   const int num_scales = kGroups ? (size + kGroup - 1) / kGroup : 1;
   quantize_row<F, kGroups, false, T, kRounds>(values, codes + row * size, scales + row * num_scales, fixed, size);
 }

@@ -10,6 +10,7 @@ What they are multiplied to is defined by quantized_linear of ref/quant/coded.py
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import ml_dtypes
@@ -24,6 +25,23 @@ TILE = 128  # rows and columns of a scale of a weight in blocks, columns of one 
 COLUMNS = 16  # in_features is a multiple of
 DTYPES = {INT8: np.dtype(np.int8), FP8: np.dtype(np.uint8)}
 FP8_NAN = 0x7F  # without its sign
+
+
+@dataclass(frozen=True, slots=True)
+class CodedActivations:
+    """Activations as a layer of 8 bits multiplies them, in place of the numbers."""
+
+    codes: Any  # [num_tokens, in_features] int8 or uint8
+    scales: Any  # [num_tokens], or [num_tokens, ⌈in_features / 128⌉], float32
+    dtype: Any  # of the numbers
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.codes.shape)
+
+    @property
+    def size(self) -> int:
+        return int(self.codes.size)
 
 
 def blank8(kind: str, scale: str, static: bool, out_features: int, in_features: int) -> dict[str, Array]:

@@ -68,8 +68,8 @@ class OpTable:
     rmsnorm: Callable[[Array, Array, float], Array]  # (x, weight, eps)
     add_rmsnorm: Callable[[Array, Array, Array, float], tuple[Array, Array]]  # (x, residual, weight, eps)
     quantize_activations: Callable[..., tuple[Array, Array]]  # (x, kind)
-    norm_quant: Callable[..., tuple[Array, Array]]  # (x, weight, eps, kind)
-    add_norm_quant: Callable[..., tuple[Array, Array, Array]]  # (x, residual, weight, eps, kind)
+    norm_quant: Callable[..., Array]  # (x, weight, eps, into): rmsnorm in codes, if the layer that it goes into has any
+    add_norm_quant: Callable[..., tuple[Array, Array]]  # (x, residual, weight, eps, into)
     layernorm: Callable[[Array, Array, Array | None, float], Array]  # (x, weight, bias, eps)
     add_layernorm: Callable[..., tuple[Array, Array]]  # (x, residual, weight, bias, eps)
     kv_cache_write: Callable[[Array, Array, Array, Array, Array], None]  # (k, v, slot_mapping, k_cache, v_cache)
@@ -108,8 +108,8 @@ def cpu_ops(num_threads: int = 1) -> OpTable:
         rmsnorm=rmsnorm.rmsnorm,
         add_rmsnorm=rmsnorm.add_rmsnorm,
         quantize_activations=fused.quantize_activations,
-        norm_quant=fused.norm_quant,
-        add_norm_quant=fused.add_norm_quant,
+        norm_quant=rmsnorm.norm_quant,
+        add_norm_quant=rmsnorm.add_norm_quant,
         layernorm=layernorm.layernorm,
         add_layernorm=layernorm.add_layernorm,
         kv_cache_write=kv_cache.kv_cache_write,

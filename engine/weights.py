@@ -180,6 +180,7 @@ class Norm:
     eps: float
     kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     bias: Array | None = None  # [hidden_size], layernorm only
+    into: LinearWeight | None = None  # an rmsnorm's: the one layer that takes it, if that quantizes what it takes
 
 
 @dataclass(frozen=True, slots=True)

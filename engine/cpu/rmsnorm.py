@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.weights import LinearWeight
+
 Float32 = NDArray[np.float32]
 
 
@@ -20,3 +22,15 @@ def add_rmsnorm(x: Float32, residual: Float32, weight: Float32, eps: float) -> t
     """(rmsnorm(x + residual), x + residual); the sum is written over residual."""
     residual += x
     return rmsnorm(residual, weight, eps), residual
+
+
+def norm_quant(x: Float32, weight: Float32, eps: float, into: LinearWeight) -> Float32:
+    """rmsnorm: on a CPU every layer takes numbers."""
+    return rmsnorm(x, weight, eps)
+
+
+def add_norm_quant(
+    x: Float32, residual: Float32, weight: Float32, eps: float, into: LinearWeight
+) -> tuple[Float32, Float32]:
+    """add_rmsnorm, likewise."""
+    return add_rmsnorm(x, residual, weight, eps)

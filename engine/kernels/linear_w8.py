@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.coded8 import COLUMNS, DTYPES, FP8, INT8, TILE
+from engine.coded8 import COLUMNS, DTYPES, FP8, INT8, TILE, CodedActivations
 from engine.errors import KernelError
 from engine.kernels.activation import FUNCTIONS, gate_up_act
 from engine.kernels.check import (
@@ -27,7 +27,7 @@ from engine.kernels.check import (
 )
 from engine.kernels.device import Device, Instance
 from engine.kernels.linear_w8_many import linear_w8_many, linear_w8_many_gate_up_act
-from engine.kernels.quantize import CODES, FP8_BLOCK, quantize_activations
+from engine.kernels.quantize import CODES, kind_of, multiplies_codes, quantize_activations, quantizes_itself
 from engine.weights import LinearWeight
 
 Array = Any
@@ -76,14 +76,13 @@ CHOICES = (  # (most tokens, sizes), as measured on an H200 through the kernels 
 )
 MIN_STAGES = 2
 FLOAT32 = np.dtype(np.float32)
-OWN_TOKENS, OWN_NUMBERS = 1, 16384  # up to so many tokens, and numbers in all, x is quantized by the kernel itself
 FEW_TOKENS = 32
 
 
-def linear_w8(x: Array, weight: LinearWeight, *, device: Device, dtype: Any = None) -> Array:
+def linear_w8(x: Array | CodedActivations, weight: LinearWeight, *, device: Device, dtype: Any = None) -> Array:
     """y = x Wᵀ + bias, [num_tokens, in_features] → [num_tokens, out_features], type of x or dtype.
 
-    Tensors of the weight: see engine.coded8.
+    Tensors of the weight, and x in codes: see engine.coded8.
     """
     kernel = "linear_w8"
     _check(kernel, x, weight)
@@ -97,7 +96,9 @@ def linear_w8(x: Array, weight: LinearWeight, *, device: Device, dtype: Any = No
     return y
 
 
-def linear_w8_gate_up_act(x: Array, weight: LinearWeight, activation: str, *, device: Device) -> Array:
+def linear_w8_gate_up_act(
+    x: Array | CodedActivations, weight: LinearWeight, activation: str, *, device: Device
+) -> Array:
     """gate_up_act(linear_w8(x, weight), activation), each product rounded.
 
     [num_tokens, in_features] → [num_tokens, size] with size = out_features / 2.
@@ -117,30 +118,26 @@ def linear_w8_gate_up_act(x: Array, weight: LinearWeight, activation: str, *, de
     return y
 
 
-def _quantized(x: Array, weight: LinearWeight, device: Device) -> tuple[Array, Array | None]:
+def _quantized(x: Array | CodedActivations, weight: LinearWeight, device: Device) -> tuple[Array, Array | None]:
     """What the kernels multiply by: codes and scales, or x itself where there are no FP8 tensor cores."""
-    if not _has_cores(weight, device):
+    if isinstance(x, CodedActivations):
+        return x.codes, x.scales
+    if not multiplies_codes(weight, device):
         return x, None
-    return quantize_activations(x, _kind(weight), device=device, input_scale=weight.tensors.get("input_scale"))
+    return quantize_activations(x, kind_of(weight), device=device, input_scale=weight.tensors.get("input_scale"))
 
 
-def _has_cores(weight: LinearWeight, device: Device) -> bool:
-    """Whether tensor cores multiply codes like the weight's."""
-    return weight.format != FP8 or device.has_fp8
-
-
-def _kind(weight: LinearWeight) -> str:
-    """How activations are quantized: a name of ref.quant.fused."""
-    return FP8_BLOCK if weight.tensors["scale"].ndim == 2 else weight.format
-
-
-def _few(kernel: str, x: Array, weight: LinearWeight, activation: str, y: Array, device: Device) -> None:
+def _few(
+    kernel: str, x: Array | CodedActivations, weight: LinearWeight, activation: str, y: Array, device: Device
+) -> None:
     """y of linear_w8.cu, which quantizes x or finds it quantized."""
-    x_scale, storage = weight.tensors.get("input_scale"), type_name(kernel, "x", x)
-    if not _has_cores(weight, device):
+    storage = type_name(kernel, "x", x)
+    if isinstance(x, CodedActivations) or not (quantizes_itself(*x.shape) and is_aligned(x)):
+        x, x_scale = _quantized(x, weight, device)
+    else:
+        x_scale = weight.tensors.get("input_scale")
+    if not multiplies_codes(weight, device):
         require_aligned(kernel, "x", x)
-    elif x.shape[0] > OWN_TOKENS or x.size > OWN_NUMBERS or not is_aligned(x):
-        x, x_scale = quantize_activations(x, _kind(weight), device=device, input_scale=x_scale)
     launch_few(kernel, x, x_scale, weight, storage, activation, y, device)
 
 
@@ -159,7 +156,7 @@ def launch_few(
     to."""
     stored, scale = weight.tensors["weight"], weight.tensors["scale"]
     num_tokens, in_features, num_steps = x.shape[0], weight.in_features, ceil_div(weight.in_features, STEP)
-    decoded, blocks = not _has_cores(weight, device), scale.ndim == 2
+    decoded, blocks = not multiplies_codes(weight, device), scale.ndim == 2
     whole = x.itemsize == 2 and not decoded
     shape = (num_tokens, num_steps, blocks, whole, x.itemsize)
     few = _choose(shape, device)
@@ -170,7 +167,7 @@ def launch_few(
     num_blocks = min(room, units)
     sums = np.int32 if weight.format == INT8 else np.float32
     partials = device.empty((num_blocks, 2, 8 * few.token_tiles, few.rows), sums)
-    coding = "Decoded" if decoded else CODES[_kind(weight)][0]
+    coding = "Decoded" if decoded else CODES[kind_of(weight)][0]
     bits = storage if x.itemsize == 2 else "signed char" if weight.format == INT8 else "unsigned char"
     types = f"{coding}, {bits}, {storage}, {type_name(kernel, 'y', y)}, {activation}, {literal(blocks)}"
     sizes = (num_tokens, weight.out_features, in_features, int(scale.shape[0] > 1))
@@ -202,10 +199,13 @@ def _choose(shape: Shape, device: Device) -> Few:
     return few
 
 
-def _check(kernel: str, x: Array, weight: LinearWeight) -> None:
+def _check(kernel: str, x: Array | CodedActivations, weight: LinearWeight) -> None:
     """Raises KernelError for arrays that do not fit each other."""
     out_features, in_features = weight.out_features, weight.in_features
-    require(kernel, "x", x, (None, in_features))
+    if isinstance(x, CodedActivations):
+        require(kernel, "x", x.codes, (None, in_features), DTYPES[weight.format])
+    else:
+        require(kernel, "x", x, (None, in_features))
     require_half(kernel, "x", x)
     if in_features % COLUMNS:
         raise KernelError(f"{kernel}: rows of the weight are {in_features} numbers; expected a multiple of {COLUMNS}")

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from engine.coded8 import FP8, INT8
 from engine.config import ModelConfig
 from engine.kv_cache import CacheSpec
 from engine.models.model import Model, Piece
 from engine.models.moe import MoeNames, feed_forward, feed_forward_arrays, feed_forward_linears
 from engine.ops import OpTable
-from engine.weights import ArraySpec, LinearSpec, Norm, WeightMap, Weights
+from engine.weights import ArraySpec, LinearSpec, LinearWeight, Norm, WeightMap, Weights
 
 Array = Any
 AttentionWeights = Callable[[ModelConfig, int], tuple[list[LinearSpec], list[ArraySpec]]]  # of a layer
@@ -52,8 +53,9 @@ def decoder(
     pieces: list[Piece] = []
     for layer in config.layers:
         dest = f"layers.{layer}"
-        attn_norm = Norm(weights.arrays[f"{dest}.input_layernorm"], config.norm_eps)
-        mlp_norm = Norm(weights.arrays[f"{dest}.post_attention_layernorm"], config.norm_eps)
+        into = [_coded(weights.linears.get(f"{dest}.{name}")) for name in ("qkv_proj", "gate_up_proj")]
+        attn_norm = Norm(weights.arrays[f"{dest}.input_layernorm"], config.norm_eps, into=into[0])
+        mlp_norm = Norm(weights.arrays[f"{dest}.post_attention_layernorm"], config.norm_eps, into=into[1])
         attn = partial(attention, config=config, weights=weights, ops=ops, layer=layer)
         pieces.append(Piece(f"{dest}.attention", attn_norm, attn))
         pieces.append(Piece(f"{dest}.mlp", mlp_norm, feed_forward(config, weights, ops, layer)))
@@ -65,3 +67,8 @@ def decoder(
         logits=lambda hidden: ops.logits(hidden, weights.linears["lm_head"]),
         cache_specs=(cache_spec,),
     )
+
+
+def _coded(weight: LinearWeight | None) -> LinearWeight | None:
+    """A layer that quantizes what it takes, or None."""
+    return weight if weight is not None and weight.format in (INT8, FP8) else None

@@ -42,7 +42,7 @@ def quantize_activations(x: Array, kind: str) -> tuple[Array, Array]:
     return fp8_quantize(x) if kind == "fp8" else fp8_quantize_token_groups(x)
 
 
-def norm_quant(x: Array, weight: Array, eps: float, kind: str) -> tuple[Array, Array]:
+def norm_quant(x: Array, weight: Array, eps: float, kind: str, *, storage: str | None = None) -> tuple[Array, Array]:
     """quantize_activations(rmsnorm(x, weight, eps)).
 
     Composed of: rmsnorm, quantize_activations.
@@ -55,9 +55,9 @@ def norm_quant(x: Array, weight: Array, eps: float, kind: str) -> tuple[Array, A
     Raises:
         ValueError: see quantize_activations.
 
-    Numerics: the norm is not rounded to a storage type before it is quantized.
+    Numerics: storage rounds the norm before it is quantized, so that it is all one whether one kernel does both.
     """
-    return quantize_activations(rmsnorm(x, weight, eps), kind)
+    return quantize_activations(round_to(rmsnorm(x, weight, eps), storage), kind)
 
 
 def add_norm_quant(
@@ -72,12 +72,12 @@ def add_norm_quant(
         weight: [hidden_size].
     Returns:
         (codes, scales, new_residual): shapes and dtypes of the first two as quantize_activations gives them, of the
-        third as residual, rounded to storage before it is normed.
+        third as residual, rounded to storage before it is normed, as the norm is before it is quantized.
     Raises:
         ValueError: see quantize_activations.
     """
     new_residual = round_to(x + residual, storage)
-    codes, scales = norm_quant(new_residual, weight, eps, kind)
+    codes, scales = norm_quant(new_residual, weight, eps, kind, storage=storage)
     return codes, scales, new_residual
 
 

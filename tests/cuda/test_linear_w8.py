@@ -11,12 +11,14 @@ import pytest
 from numpy.typing import NDArray
 
 from conformance.host_device import HostDevice
+from engine.coded8 import CodedActivations
 from engine.errors import KernelError
-from engine.kernels import linear_w8 as module
+from engine.kernels import quantize
 from engine.kernels.activation import gate_up_act
 from engine.kernels.linear_w8 import CHOICES, Few, linear_w8, linear_w8_gate_up_act
 from engine.kernels.notes import Notes
-from engine.kernels.quantize import quantize_activations
+from engine.kernels.quantize import add_norm_quant, norm_quant, quantize_activations
+from engine.kernels.rmsnorm import add_rmsnorm, rmsnorm
 from engine.weights import LinearWeight
 from ref.quant.coded import CodedWeight, dequantize_weight
 from ref.quant.fp8 import fp8_quantize
@@ -58,9 +60,9 @@ def check_quantized(kind: str, fixed: float, device: HostDevice) -> None:
     assert weight.bias is not None
     x = tokens(2)
     x[1, 5] = 7e4  # past what the fixed scale holds
-    with patch.multiple(module, OWN_TOKENS=2):
+    with patch.multiple(quantize, OWN_TOKENS=2):
         own = linear_w8(x, weight, device=device, dtype=np.float32)
-    with patch.multiple(module, OWN_TOKENS=0):
+    with patch.multiple(quantize, OWN_TOKENS=0):
         given = linear_w8(x, weight, device=device, dtype=np.float32)
     np.testing.assert_array_equal(own, given)
     assert np.isfinite(own).all()
@@ -103,6 +105,31 @@ def check_decoded(kind: str, storage: np.dtype[Any], device: HostDevice) -> None
     expected = x.astype(np.float64) @ numbers.T + bias.astype(np.float64)
     size = np.abs(x.astype(np.float64)) @ np.abs(numbers).T + 3
     assert (np.abs(y - expected) <= size * IN * 2.0**-24).all()
+
+
+@pytest.mark.parametrize(("kind", "fixed"), QUANTIZED)
+@pytest.mark.parametrize("num_tokens", [1, 3, 40])
+def test_a_norm_in_codes_makes_no_difference(kind: str, fixed: float, num_tokens: int) -> None:
+    """Bit by bit, and for one token as for many: what others a token comes with is of no account."""
+    device, weight, x = HostDevice(), weight_of(kind, fixed), tokens(num_tokens)
+    scale, residual = np.linspace(0.5, 2, IN).astype(BF16), tokens(num_tokens)[:, ::-1].copy()
+    expected = linear_w8(rmsnorm(x, scale, 1e-5, device=device), weight, device=device)
+    np.testing.assert_array_equal(
+        linear_w8(norm_quant(x, scale, 1e-5, weight, device=device), weight, device=device), expected
+    )
+    normed, sums = add_rmsnorm(x, residual.copy(), scale, 1e-5, device=device)
+    coded, same_sums = add_norm_quant(x, residual.copy(), scale, 1e-5, weight, device=device)
+    assert isinstance(coded, CodedActivations) == (num_tokens > 1)
+    np.testing.assert_array_equal(same_sums, sums)
+    np.testing.assert_array_equal(linear_w8(coded, weight, device=device), linear_w8(normed, weight, device=device))
+
+
+@pytest.mark.parametrize("num_tokens", [3, 40])
+def test_a_norm_stays_in_numbers_without_fp8_cores(num_tokens: int) -> None:
+    device, weight = HostDevice(has_fp8=False), weight_of("fp8")
+    assert not isinstance(
+        norm_quant(tokens(num_tokens), np.ones(IN, BF16), 1e-5, weight, device=device), CodedActivations
+    )
 
 
 def test_a_gate_in_one_block_with_its_other_half() -> None:

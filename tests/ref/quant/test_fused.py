@@ -25,7 +25,7 @@ def test_one_pass_is_two(kind: str) -> None:
     weight = rng.uniform(0.5, 1.5, 192)
     x[1] = residual[1] = 0
     codes, scales, new_residual = add_norm_quant(x, residual, weight, 1e-6, kind, storage="bfloat16")
-    normed = rmsnorm(round_to(x + residual, "bfloat16"), weight, 1e-6)
+    normed = round_to(rmsnorm(round_to(x + residual, "bfloat16"), weight, 1e-6), "bfloat16")
     expected_codes, expected_scales = quantize_activations(normed, kind)
     np.testing.assert_array_equal(new_residual, round_to(x + residual, "bfloat16"))
     np.testing.assert_array_equal(codes, expected_codes)

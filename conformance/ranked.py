@@ -12,7 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from engine.kernels.channel import STATE_WORDS, Channel, Report, alarm_words, make_channel, reports, slots_bytes
+from engine.kernels.channel import (
+    STATE_WORDS,
+    Report,
+    Slots,
+    alarm_words,
+    make_channel,
+    make_exchange,
+    reports,
+    slots_bytes,
+)
 from engine.kernels.device import Device
 from engine.ops import OpTable
 
@@ -53,9 +62,9 @@ def one_after_another(ranks: Sequence[Rank]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A channel of each rank, and their alarm."""
+    """A Channel or Exchange of each rank, and their alarm."""
 
-    channels: list[Channel]
+    channels: list[Any]
     alarm: Array
 
     def reports(self) -> list[Report]:
@@ -86,6 +95,30 @@ def make_group(
             make_channel(rank, world_size, **memory, patience_s=patience_s or PATIENCE_S, max_blocks=max_blocks)
         )
     return Group(channels, alarm)
+
+
+def make_exchanges(ops: RankedOps, world_size: int, path: str, slots: Slots, patience_s: float | None = None) -> Group:
+    """As make_group, for messages in pieces."""
+    is_window = path == "window"
+    size = slots.inbox_bytes(world_size, is_window)
+    if is_window:
+        whole = ops.window(world_size * size)
+        inboxes = [whole[rank * size : (rank + 1) * size] for rank in range(world_size)]
+    else:
+        inboxes = [zeros(ops.device, size, np.uint8) for _ in range(world_size)]
+    alarm = ops.window(4 * alarm_words(world_size)).view(np.uint32)
+    shared = {"inboxes": inboxes, "is_window": is_window, "alarm": alarm, "slots": slots}
+    exchanges = [
+        make_exchange(
+            rank,
+            world_size,
+            **shared,
+            state=zeros(ops.device, STATE_WORDS, np.uint32),
+            patience_s=patience_s or PATIENCE_S,
+        )
+        for rank in range(world_size)
+    ]
+    return Group(exchanges, alarm)
 
 
 def zeros(device: Device, size: int, dtype: Any) -> Array:

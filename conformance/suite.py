@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from conformance import (
     activation,
     all_reduce,
+    all_reduce_pieces,
     attention,
     attention_biased,
     attention_logn,
@@ -49,6 +50,7 @@ OPS = (
     layernorm,
     activation,
     all_reduce,
+    all_reduce_pieces,
     moe_routing,
     moe,
     kv_cache,

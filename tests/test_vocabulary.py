@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 HELPERS = {"team"}  # engine/cpu/team.py: the threads of a matrix product, no operation
 FORMATS = {  # stem → ref file
     "all_reduce": "collectives",
+    "all_reduce_pieces": "collectives",
     "gather_columns": "quant/groups",
     "quantize": "quant/fused",
     "repack4": "quant/groups",

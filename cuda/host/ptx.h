@@ -147,6 +147,17 @@ inline uint4 load_flagged(const void* p) {
 }
 inline unsigned load_acquire(const unsigned* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline void store_release(unsigned* p, unsigned x) { __atomic_store_n(p, x, __ATOMIC_RELEASE); }
+inline unsigned long long load_acquire(const unsigned long long* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline void store_release(unsigned long long* p, unsigned long long x) {
+  host::maybe_yield();
+  __atomic_store_n(p, x, __ATOMIC_RELEASE);
+}
+inline unsigned short load2_system(const void* p) { return *static_cast<const unsigned short*>(p); }
+inline uint2 load8_system(const void* p) {
+  host::require_aligned(p, 8, "load8_system");
+  return *static_cast<const uint2*>(p);
+}
+inline uint4 load16_system(const void* p) { return load16(p); }
 inline void wait_a_little() { host::wait_for_ranks(); }
 inline unsigned long long nanoseconds() { return static_cast<unsigned long long>(clock64()); }
 

@@ -29,7 +29,8 @@ struct Channel {  // engine/kernels/channel.py makes it
 // The number of this collective, for every thread of a block. The last block to come counts it, when all others have
 // read it; so it is one number for all blocks, whatever the grid, and a captured graph counts on. 0 is what fresh
 // memory holds, and numbers alternate between even and odd.
-__device__ __forceinline__ unsigned next_number(const Channel& channel) {
+template <typename C>
+__device__ __forceinline__ unsigned next_number(const C& channel) {
   __shared__ unsigned number;
   if (threadIdx.x == 0) {
     const unsigned last = *static_cast<volatile unsigned*>(channel.state);
@@ -69,7 +70,8 @@ struct Patience {
   unsigned long long since = 0;
 
   // After a look in vain at what a peer sends: false when waiting is over.
-  __device__ __forceinline__ bool lasts(const Channel& channel, unsigned number, int peer) {
+  template <typename C>
+  __device__ __forceinline__ bool lasts(const C& channel, unsigned number, int peer) {
     if (++looks % kLooksAtOnce != 0) return true;
     wait_a_little();
     if (load_acquire(channel.alarm) != 0) return false;

@@ -174,6 +174,33 @@ __device__ __forceinline__ unsigned load_acquire(const unsigned* p) {
 __device__ __forceinline__ void store_release(unsigned* p, unsigned x) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
+__device__ __forceinline__ unsigned long long load_acquire(const unsigned long long* p) {
+  unsigned long long x;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(x) : "l"(p) : "memory");
+  return x;
+}
+__device__ __forceinline__ void store_release(unsigned long long* p, unsigned long long x) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(x) : "memory");
+}
+// What another rank has written before a store that this block has acquired; past every cache that might be older.
+__device__ __forceinline__ unsigned short load2_system(const void* p) {
+  unsigned short x;
+  asm volatile("ld.relaxed.sys.global.u16 %0, [%1];" : "=h"(x) : "l"(p) : "memory");
+  return x;
+}
+__device__ __forceinline__ uint2 load8_system(const void* p) {
+  uint2 x;
+  asm volatile("ld.relaxed.sys.global.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p) : "memory");
+  return x;
+}
+__device__ __forceinline__ uint4 load16_system(const void* p) {
+  uint4 x;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(p)
+               : "memory");
+  return x;
+}
 // Between two looks at what another rank has not written yet.
 __device__ __forceinline__ void wait_a_little() { __nanosleep(40); }
 __device__ __forceinline__ unsigned long long nanoseconds() {

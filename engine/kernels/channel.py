@@ -128,3 +128,93 @@ def address(array: Array) -> int:
     """Of the first element."""
     host = getattr(array, "__array_interface__", None)  # of a NumPy array
     return int(array.data.ptr if host is None else host["data"][0])
+
+
+EXCHANGE = np.dtype(
+    [
+        ("scatter_to", np.uint64, MAX_RANKS),
+        ("scatter_from", np.uint64, MAX_RANKS),
+        ("gather_to", np.uint64, MAX_RANKS),
+        ("gather_from", np.uint64, MAX_RANKS),
+        ("state", np.uint64),
+        ("alarm", np.uint64),
+        ("patience", np.uint64),
+        ("slot_bytes", np.int32),
+        ("num_stages", np.int32),
+        ("num_outboxes", np.int32),
+        ("rank", np.int32),
+        ("world_size", np.int32),
+        ("id", np.int32),
+    ],
+    align=True,
+)
+FLAG_BYTES = 128  # behind a slot
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """How the memory of an Exchange is cut: a block has num_stages slots of slot_bytes, a multiple of 512, for each
+    other rank."""
+
+    num_lanes: int = 32  # blocks at most
+    num_stages: int = 4
+    slot_bytes: int = 16384
+
+    @property
+    def area_bytes(self) -> int:
+        return self.num_lanes * self.num_stages * (self.slot_bytes + FLAG_BYTES)
+
+    def inbox_bytes(self, world_size: int, is_window: bool) -> int:
+        """Of one rank: an area for each rank's shares, and for each one's sums, or one for its own that all read."""
+        return (world_size + (1 if is_window else world_size)) * self.area_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """As Channel, for messages that go in pieces."""
+
+    rank: int
+    world_size: int
+    slots: Slots
+    struct: np.void
+    memory: tuple[Array, ...]
+
+
+def make_exchange(
+    rank: int,
+    world_size: int,
+    *,
+    inboxes: Sequence[Array],
+    is_window: bool,
+    state: Array,
+    alarm: Array,
+    slots: Slots,
+    number: int = 0,
+    patience_s: float = 10.0,
+) -> Exchange:
+    """An exchange over memory that is there, all of it zeros at first.
+
+    Args:
+        inboxes: [slots.inbox_bytes] uint8 of each rank, by rank; is_window: all of them are memory that all read.
+        state, alarm, number: as of make_channel.
+    Raises:
+        KernelError: more ranks than kernels know.
+    """
+    if not 2 <= world_size <= MAX_RANKS:
+        raise KernelError(f"{world_size} ranks; kernels add up 2 to {MAX_RANKS}")
+    struct: np.void = np.zeros(1, EXCHANGE)[0]
+    begins, area = [address(inbox) for inbox in inboxes], slots.area_bytes
+    sums_at = (
+        [world_size * area] * world_size if is_window else [(world_size + owner) * area for owner in range(world_size)]
+    )
+    readers = [rank] if is_window else [peer for peer in range(world_size) if peer != rank]
+    for peer in range(world_size):
+        struct["scatter_to"][peer] = begins[peer] + rank * area
+        struct["scatter_from"][peer] = begins[rank] + peer * area
+        struct["gather_from"][peer] = begins[peer if is_window else rank] + sums_at[peer]
+    struct["gather_to"][: len(readers)] = [begins[reader] + sums_at[rank] for reader in readers]
+    struct["state"], struct["alarm"], struct["patience"] = address(state), address(alarm), int(patience_s * 1e9)
+    struct["slot_bytes"], struct["num_stages"] = slots.slot_bytes, slots.num_stages
+    struct["num_outboxes"], struct["rank"], struct["world_size"] = len(readers), rank, world_size
+    struct["id"] = number
+    return Exchange(rank, world_size, slots, struct, (*inboxes, state, alarm))

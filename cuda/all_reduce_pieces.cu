@@ -1,0 +1,208 @@
+// All-reduce in two trips and many pieces, for large messages, as numbers or as int8. ref.collectives: all_reduce;
+//   ref.int8_all_reduce.
+// y = Σ_r x_r + residual (0 if null);  as int8: y = H(dequantized sums of rotated groups) + residual
+// x, residual, y [size] T, contiguous, y may be either; exchange: below.
+// Units (16 bytes, or a group of 32 numbers) are dealt out to ranks in slices; a block owns every gridDim.x-th chunk of
+//   each slice. Chunk by chunk it sends the others' units to their owners, sums its own and sends the sums to all.
+// T: bf16, fp16, float (not as int8). kWorld: ranks, 2 to 8. kWire: kPlain, kInt8, kRotated.
+// float32; ranks in their order, then the residual, rounded to T once; as int8 the roundings of ref.int8_all_reduce.
+// The launcher: all blocks are on the GPU at once; whole warps; a chunk of units, a multiple of 8, fits in a slot; x, y,
+//   residual begin at multiples of 16 bytes; as int8: size is a multiple of 32, and so is a row. All ranks launch alike.
+#include "channel.cuh"
+#include "hadamard.cuh"
+
+enum Wire { kPlain, kInt8, kRotated };
+
+constexpr int kThreads = 512;
+constexpr int kFlagBytes = 128;  // behind a slot's data
+
+// Areas of [num_lanes, num_stages, slot_bytes + kFlagBytes]: a slot is used again num_stages chunks later, by when all
+// have read it: who scatters chunk i + num_stages has collected chunk i, so its owner has summed it; who sends the sum of
+// i + num_stages has had everybody's share of that, who all have collected chunk i.
+struct Exchange {  // engine/kernels/channel.py makes it
+  char* scatter_to[kMaxRanks];          // for this owner
+  const char* scatter_from[kMaxRanks];  // of this rank, for this one
+  char* gather_to[kMaxRanks];           // for all, num_outboxes
+  const char* gather_from[kMaxRanks];   // of this owner
+  unsigned *state, *alarm;              // as in Channel
+  unsigned long long patience;
+  int slot_bytes, num_stages, num_outboxes, rank, world_size, id;
+};
+
+template <typename T, int kWorld, Wire kWire>
+struct Work {
+  static constexpr int kUnit = kWire == kPlain ? 1 : kGroup / kWidth<T>;  // pieces of 16 bytes
+  static_assert(kWire == kPlain || kWidth<T> == 8, "int8 stands for numbers of 16 bits");
+
+  const Exchange& exchange;
+  const T *x, *residual;
+  T* y;
+  int size, num_units, chunk;
+  unsigned number;
+  Patience patience;
+
+  // First unit of a rank's slice: ref.collectives.split_sizes.
+  __device__ __forceinline__ int slice(int rank) const {
+    return rank * (num_units / kWorld) + min(rank, num_units % kWorld);
+  }
+  __device__ __forceinline__ int first(int owner, int step) const {
+    return min(slice(owner) + (step * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x)) * chunk,
+               slice(owner + 1));
+  }
+  __device__ __forceinline__ int count(int owner, int step) const {
+    return min(chunk, slice(owner + 1) - first(owner, step));
+  }
+  __device__ __forceinline__ index_t slot(int step) const {
+    return (static_cast<index_t>(blockIdx.x) * exchange.num_stages + step % exchange.num_stages) *
+           (exchange.slot_bytes + kFlagBytes);
+  }
+
+  // f(piece of the chunk, whether there is one, its numbers' place in x), for whole warps.
+  template <typename Function>
+  __device__ __forceinline__ void for_pieces(int owner, int step, Function f) const {
+    const int begin = first(owner, step) * kUnit, num = count(owner, step) * kUnit;
+    for (int base = 0; base < num; base += static_cast<int>(blockDim.x)) {
+      const int piece = base + static_cast<int>(threadIdx.x);
+      f(piece, piece < num, (begin + piece) * kWidth<T>);
+    }
+  }
+
+  __device__ __forceinline__ void load(const T* from, int place, bool exists, float (&values)[kWidth<T>]) const {
+    load_row(from, place, exists ? size : 0, true, values);
+  }
+
+  __device__ __forceinline__ Codes encode(float (&values)[kWidth<T>]) const {
+    if constexpr (kWire == kPlain) {
+      return {};
+    } else {
+      return quantize(values);
+    }
+  }
+  __device__ __forceinline__ void put(char* to, int piece, const Codes& codes, const float (&values)[kWidth<T>]) const {
+    if constexpr (kWire == kPlain) {
+      store16(to + piece * 16, pack(values, T{}));
+    } else {
+      *reinterpret_cast<uint2*>(to + piece * 8) = codes.q;
+      if (piece % kUnit == 0)
+        *reinterpret_cast<unsigned short*>(to + chunk * kGroup + piece / kUnit * 2) = codes.scale;
+    }
+  }
+  __device__ __forceinline__ void get(const char* from, int piece, bool exists, float (&values)[kWidth<T>]) const {
+    if (!exists) piece = 0;
+    if constexpr (kWire == kPlain) {
+      unpack(load16_system(from + piece * 16), values, T{});
+    } else {
+      dequantize({load8_system(from + piece * 8), load2_system(from + chunk * kGroup + piece / kUnit * 2)}, values);
+    }
+  }
+
+  // The end of a number's way: values are a sum, as it travelled.
+  __device__ __forceinline__ void finish(float (&values)[kWidth<T>], int place, bool exists) const {
+    if constexpr (kWire == kRotated) rotate(values);
+    if (!exists) return;
+    if (residual != nullptr) {
+      float other[kWidth<T>];
+      load(residual, place, true, other);
+#pragma unroll
+      for (int i = 0; i < kWidth<T>; ++i) values[i] += other[i];
+    }
+    store_row(y, place, size, true, values);
+  }
+
+  __device__ __forceinline__ unsigned long long flag_of(int step) const {
+    return static_cast<unsigned long long>(number) << 32 | static_cast<unsigned>(step + 1);
+  }
+  __device__ __forceinline__ void await(const char* const (&from)[kMaxRanks], int step) {
+    const int peer = static_cast<int>(threadIdx.x);
+    if (peer < kWorld && peer != exchange.rank) {
+      const auto* const flag =
+          reinterpret_cast<const unsigned long long*>(from[peer] + slot(step) + exchange.slot_bytes);
+      while (load_acquire(flag) != flag_of(step) && patience.lasts(exchange, number, peer)) {
+      }
+    }
+    __syncthreads();
+  }
+  // Behind a barrier: what the block has written can be read, and what it has read can be written over.
+  __device__ __forceinline__ void announce(char* to, int step) const {
+    store_release(reinterpret_cast<unsigned long long*>(to + slot(step) + exchange.slot_bytes), flag_of(step));
+  }
+
+  __device__ __forceinline__ void scatter(int step) const {
+    for (int q = 1; q < kWorld; ++q) {
+      const int owner = (exchange.rank + q) % kWorld;
+      char* const to = exchange.scatter_to[owner] + slot(step);
+      for_pieces(owner, step, [&](int piece, bool exists, int place) {
+        float values[kWidth<T>];
+        load(x, place, exists, values);
+        if constexpr (kWire == kRotated) rotate(values);
+        const Codes codes = encode(values);
+        if (exists) put(to, piece, codes, values);
+      });
+    }
+    __syncthreads();
+    const int peer = static_cast<int>(threadIdx.x);
+    if (peer < kWorld && peer != exchange.rank) announce(exchange.scatter_to[peer], step);
+  }
+
+  __device__ __forceinline__ void reduce(int step) {
+    await(exchange.scatter_from, step);
+    for_pieces(exchange.rank, step, [&](int piece, bool exists, int place) {
+      float mine[kWidth<T>], sum[kWidth<T>];
+      load(x, place, exists, mine);
+      if constexpr (kWire == kRotated) rotate(mine);
+#pragma unroll
+      for (int p = 0; p < kWorld; ++p) {
+        float share[kWidth<T>];
+        if (p != exchange.rank) get(exchange.scatter_from[p] + slot(step), piece, exists, share);
+#pragma unroll
+        for (int i = 0; i < kWidth<T>; ++i) {
+          if (p == exchange.rank) share[i] = mine[i];
+          sum[i] = p == 0 ? share[i] : sum[i] + share[i];
+        }
+      }
+      const Codes codes = encode(sum);
+      if constexpr (kWire == kPlain)
+#pragma unroll
+        for (int i = 0; i < kWidth<T>; ++i) sum[i] = to_float(from_float<T>(sum[i]));
+      if (exists)
+        for (int i = 0; i < exchange.num_outboxes; ++i) put(exchange.gather_to[i] + slot(step), piece, codes, sum);
+      if constexpr (kWire != kPlain) dequantize(codes, sum);
+      finish(sum, place, exists);
+    });
+    __syncthreads();
+    const int outbox = static_cast<int>(threadIdx.x);
+    if (outbox < exchange.num_outboxes) announce(exchange.gather_to[outbox], step);
+  }
+
+  __device__ __forceinline__ void collect(int step) {
+    await(exchange.gather_from, step);
+    for (int q = 1; q < kWorld; ++q) {
+      const int owner = (exchange.rank + q) % kWorld;
+      const char* const from = exchange.gather_from[owner] + slot(step);
+      for_pieces(owner, step, [&](int piece, bool exists, int place) {
+        float sum[kWidth<T>];
+        get(from, piece, exists, sum);
+        finish(sum, place, exists);
+      });
+    }
+  }
+};
+
+template <typename T, int kWorld, Wire kWire>
+__global__ void __launch_bounds__(kThreads)
+    all_reduce_pieces(const T* x, const T* residual, T* y, int size, int chunk, Exchange exchange) {
+  dependency_wait();
+  dependency_launch();
+  using Here = Work<T, kWorld, kWire>;
+  const int unit = Here::kUnit * kWidth<T>, num_units = (size + unit - 1) / unit;
+  Here work{exchange, x, residual, y, size, num_units, chunk, next_number(exchange), {}};
+  const int longest = (num_units + kWorld - 1) / kWorld, stride = static_cast<int>(gridDim.x) * chunk;
+  const int num_steps = (longest + stride - 1) / stride;  // of all blocks alike: an empty chunk has its flags too
+  for (int step = 0; step < min(exchange.num_stages, num_steps); ++step) work.scatter(step);
+  for (int step = 0; step <= num_steps; ++step) {
+    if (step < num_steps) work.reduce(step);
+    if (step == 0) continue;
+    work.collect(step - 1);
+    if (step - 1 + exchange.num_stages < num_steps) work.scatter(step - 1 + exchange.num_stages);
+  }
+}

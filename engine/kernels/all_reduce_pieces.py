@@ -1,0 +1,92 @@
+"""All-reduce in two trips and many pieces: cuda/all_reduce_pieces.cu. Defined by ref.collectives and
+ref.int8_all_reduce.
+
+Every rank calls the same functions in the same order, with arrays of the same shapes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine.errors import KernelError
+from engine.kernels.channel import Exchange
+from engine.kernels.check import (
+    ceil_div,
+    require,
+    require_aligned,
+    require_contiguous,
+    require_half,
+    type_name,
+    width,
+)
+from engine.kernels.device import Device, Instance
+
+Array = Any
+
+THREADS = 512
+GROUP, GROUP_BYTES = 32, 34
+LEAST_CHUNK = 128  # pieces of 16 bytes: less is not worth a flag
+CHUNKS = 4  # of a block, so that one is on its way out while another comes in
+
+
+def all_reduce_pieces(x: Array, exchange: Exchange, residual: Array | None = None, *, device: Device) -> Array:
+    """The sum of the ranks' x [num_tokens, hidden_size] in their order, rounded; plus residual of the same shape and
+    type, rounded, which the answer is then written over; on every rank the same bits."""
+    _check("all_reduce_pieces", x, residual)
+    kind = type_name("all_reduce_pieces", "x", x)
+    return _launch(f"{kind}, {exchange.world_size}, kPlain", x, exchange, residual, width(x), 16, device)
+
+
+def int8_all_reduce(
+    x: Array, exchange: Exchange, residual: Array | None = None, *, rotate: bool = True, device: Device
+) -> Array:
+    """ref.int8_all_reduce of the ranks' x [num_tokens, hidden_size], plus residual, rounded once.
+
+    Raises:
+        KernelError: x is float32, or its rows are no whole groups.
+    """
+    _check("int8_all_reduce", x, residual)
+    require_half("int8_all_reduce", "x", x)
+    if x.shape[1] % GROUP:
+        raise KernelError(f"int8_all_reduce: rows of {x.shape[1]} are no whole groups of {GROUP}")
+    kind = type_name("int8_all_reduce", "x", x)
+    wire = "kRotated" if rotate else "kInt8"
+    return _launch(f"{kind}, {exchange.world_size}, {wire}", x, exchange, residual, GROUP, GROUP_BYTES, device)
+
+
+def _launch(
+    arguments: str, x: Array, exchange: Exchange, residual: Array | None, unit: int, unit_bytes: int, device: Device
+) -> Array:
+    y = device.empty(x.shape, x.dtype) if residual is None else residual
+    if x.size:
+        slice_units = ceil_div(ceil_div(int(x.size), unit), exchange.world_size)
+        chunk, blocks = chunks(slice_units, ceil_div(unit, width(x)), unit_bytes, exchange)
+        sizes = np.int32(x.size), np.int32(chunk)
+        instance = Instance("all_reduce_pieces", f"all_reduce_pieces<{arguments}>")
+        device.launch(instance, (blocks,), (THREADS,), (x, residual, y, *sizes, exchange.struct))
+    return y
+
+
+def chunks(slice_units: int, unit_pieces: int, unit_bytes: int, exchange: Exchange) -> tuple[int, int]:
+    """(units of a chunk, blocks), for slices of so many units.
+
+    Blocks come first, as a link is full only when many read; then chunks of a block, then their size.
+    """
+    slots = exchange.slots
+    most = slots.slot_bytes // unit_bytes // 8 * 8
+    least = min(most, max(LEAST_CHUNK // unit_pieces, 8))
+    blocks = min(slots.num_lanes, ceil_div(slice_units, least))
+    chunk = min(most, max(least, 8 * ceil_div(ceil_div(slice_units, blocks * CHUNKS), 8)))
+    return chunk, blocks
+
+
+def _check(kernel: str, x: Array, residual: Array | None) -> None:
+    require(kernel, "x", x, (None, None))
+    require_contiguous(kernel, "x", x)
+    require_aligned(kernel, "x", x.reshape(-1))
+    if residual is not None:
+        require(kernel, "residual", residual, x.shape, x.dtype)
+        require_contiguous(kernel, "residual", residual)
+        require_aligned(kernel, "residual", residual.reshape(-1))

@@ -63,8 +63,13 @@ def act(x: Array, activation: str) -> Array:
     return array_like(ACTIVATIONS[activation](tensor(x)), x)
 
 
-def embedding(token_ids: Array, table: Array) -> Array:
-    return array_like(functional.embedding(tensor(token_ids), tensor(table)), table)
+def embedding(token_ids: Array, table: Array, first: int | None = None) -> Array:
+    if first is None:
+        return array_like(functional.embedding(tensor(token_ids), tensor(table)), table)
+    own = tensor(token_ids) - first
+    is_own = (own >= 0) & (own < len(table))
+    rows = functional.embedding(torch.where(is_own, own, 0), tensor(table))
+    return array_like(torch.where(is_own[:, None], rows, 0), table)
 
 
 def linear(x: Array, weight: Array, bias: Array | None) -> Array:

@@ -26,7 +26,7 @@ def embedding(
     if y.size:
         instance = Instance("embedding", f"embedding<{type_name('embedding', 'table', table)}>")
         arguments = (token_ids, table, y, np.int32(table.shape[0]), np.int32(table.shape[1]), stride(table))
-        device.launch(instance, *_grid(table, token_ids.shape[0]), arguments)
+        device.launch(instance, *_grid(table, token_ids.shape[0]), [*arguments, *_first(first)])
     return y
 
 
@@ -51,8 +51,13 @@ def position_embedding(
         arguments = [token_ids, positions, table, position_table, y]
         arguments += map(np.int32, (table.shape[0], position_table.shape[0], table.shape[1]))
         grid, block = _grid(table, token_ids.shape[0])
-        device.launch(instance, grid, block, [*arguments, stride(table), stride(position_table)])
+        device.launch(instance, grid, block, [*arguments, stride(table), stride(position_table), *_first(first)])
     return y
+
+
+def _first(first: int | None) -> tuple[np.int32, np.float32]:
+    """The id of the table's first row, and what the row of an id outside is filled with."""
+    return (np.int32(0), np.float32(np.nan)) if first is None else (np.int32(first), np.float32(0))
 
 
 def _grid(table: Array, num_tokens: int) -> tuple[Dims, Dims]:

@@ -166,6 +166,9 @@ MUTANTS = (
             "static_cast<index_t>(blockIdx.x)",
         ),
         ("position is not added", "sum[j] += place[j]", "sum[j] += 0.0f"),
+        ("a part begins with id 0", "token_ids[blockIdx.x] - first;", "token_ids[blockIdx.x];"),
+        ("ids of other ranks are 1", "from_float<T>(outside)", "from_float<T>(outside + 1.0f)"),
+        ("a number beside the position of ids of other ranks", "sum[j] = outside;", "sum[j] = outside + 1.0f;"),
     ),
     *mutants(
         "attention_logn",

@@ -55,6 +55,7 @@ class StartedStep:
 
     draw: Draw | None  # None: no row samples
     prompt_logprobs: dict[int, list[TokenLogprob]]
+    later: StepPlan | None = None  # what this rank has yet to compute
 
 
 class ModelRunner:
@@ -70,7 +71,9 @@ class ModelRunner:
         sampler: Sampler,
         ops: SamplingOps,
         publish: Publish = lambda plan: None,
+        defers: bool = False,
     ) -> None:
+        """defers: start would wait for the stages before this one, so it hands the plan on, and finish computes."""
         self.model = model
         self.forward = forward
         self.cache = cache
@@ -78,7 +81,7 @@ class ModelRunner:
         self.sampler = sampler
         self.comm = comm
         self._ops = ops
-        self._publish = publish
+        self._publish, self._defers = publish, defers
         self.swap: Swap = lambda plan: None
         self._prompt_scores: dict[int, PromptScores] = {}
 
@@ -93,14 +96,22 @@ class ModelRunner:
 
     def step(self, plan: StepPlan, logits_hook: LogitsHook | None = None) -> StepResult:
         """Runs the model on a plan, writes the KV of its tokens, and samples the rows that want it."""
-        return self.finish(self.start(plan, logits_hook))
+        self._publish(plan)
+        return self._finish(self._compute(plan, logits_hook))
 
-    def start(self, plan: StepPlan, logits_hook: LogitsHook | None = None) -> StartedStep:
+    def start(self, plan: StepPlan) -> StartedStep:
         """Launches a step and waits for nothing, save where prompt logprobs are wanted.
 
         A token id below 0 is batch.unknown_id(slot): what the step before samples in that slot.
         """
         self._publish(plan)
+        return StartedStep(None, {}, plan) if self._defers else self._compute(plan)
+
+    def finish(self, started: StartedStep) -> StepResult:
+        """Waits for what a step gave. Steps end in the order in which they were started."""
+        return self._finish(started if started.later is None else self._compute(started.later))
+
+    def _compute(self, plan: StepPlan, logits_hook: LogitsHook | None = None) -> StartedStep:
         self.swap(plan)
         hidden = self.forward(self.forward.batch(plan))
         scores = self._score_prompts(plan, hidden)
@@ -115,8 +126,7 @@ class ModelRunner:
         self.forward.remember(slots, draw.sampled[0])
         return StartedStep(draw, scores)
 
-    def finish(self, started: StartedStep) -> StepResult:
-        """Waits for what a step gave."""
+    def _finish(self, started: StartedStep) -> StepResult:
         if started.draw is None:
             return StepResult([], [], {}, started.prompt_logprobs)
         sampled = self.sampler.finish(started.draw)

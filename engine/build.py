@@ -19,6 +19,8 @@ from engine.checkpoint.loader import load_model_config
 from engine.checkpoint.source import ModelSource, resolve
 from engine.choose_split import choose_split
 from engine.comm.communicator import Communicator
+from engine.comm.failure import Followed
+from engine.comm.numbered import Numbered
 from engine.comm.plan_channel import Publisher, Receiver, largest_message, open_channel
 from engine.comm.ranks import Ranks, join_ranks
 from engine.config import EngineConfig, ModelConfig, ParallelConfig, StepLimits
@@ -55,10 +57,6 @@ class BuiltEngine:
     close: Callable[[], None] = lambda: None  # lets the ranks that follow go, where there are any
 
 
-class Followed(SystemExit):
-    """Raised in ranks other than 0: they have followed it to the end."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Found:
     """What is known before any weight is read."""
@@ -88,27 +86,36 @@ class _Part:
 
 
 def build_engine(
-    config: EngineConfig, faults: Faults | None = None, progress: bool = True, ranks: Ranks | None = None
+    config: EngineConfig,
+    faults: Faults | None = None,
+    progress: bool = True,
+    ranks: Ranks | None = None,
+    problem: str = "",
 ) -> BuiltEngine:
     """Loads the model of a config. Of several ranks, rank 0 gets the engine; the others follow it until it is closed
     or its process ends, and their call does not return.
 
     Args:
         ranks: those of this job; by default what the MPI launcher has said.
+        problem: what hinders this rank already; it is said with all else.
 
     Raises:
         ConfigError, CheckpointError: the model cannot be served; the message says why.
         Followed: this rank has followed rank 0 to the end. It ends the process where it is not caught.
     """
     ranks = join_ranks(os.environ) if ranks is None else ranks
-    found = _find(config, ranks)
+    found = _find(config, ranks, problem)
+    with ranks.guard():
+        return _build(config, ranks, found, faults, progress)
+
+
+def _build(config: EngineConfig, ranks: Ranks, found: _Found, faults: Faults | None, progress: bool) -> BuiltEngine:
     part = _load(config, ranks, found, progress and ranks.rank == 0)
     channel = open_channel(ranks, _largest_message(found, part.memory))
     if isinstance(channel, Receiver):
-        follow(channel, part.model, part.forward, part.comm, found.backend.settle)
+        assert ranks.watch is not None, "there are ranks"
+        follow(channel, part.model, part.forward, part.comm, found.backend.settle, ranks.watch.mine)
         raise Followed(0)
-    if channel is not None:
-        atexit.register(channel.stop)
     engine = _assemble(config, found, part, channel, faults)
     source = found.source
     own_names = (source.name, "starter") if config.model == "starter" else (source.name,)
@@ -123,19 +130,29 @@ def build_engine(
         max_logprobs=config.max_logprobs,
         default_sampling=found.model_config.default_sampling,
     )
-    close = (lambda: None) if channel is None else channel.stop
+    close = _closing(channel, ranks)
     return BuiltEngine(engine, info, source, part.memory, found.backend.description, close)
 
 
-def _find(config: EngineConfig, ranks: Ranks) -> _Found:
-    """Raises ConfigError, CheckpointError on all ranks where one of them has a reason."""
-    found, problem = None, ""
-    try:
-        found = _find_alone(config, ranks)
-    except GlintError as error:
-        if ranks.size == 1:
-            raise
-        problem = str(error)
+def _closing(channel: Publisher | None, ranks: Ranks) -> Callable[[], None]:
+    """Lets the ranks that follow go; at the end of the process, if nobody asks for it before."""
+    if channel is None:
+        return lambda: None
+    atexit.register(ranks.leave)
+    atexit.register(channel.stop)
+    return channel.stop
+
+
+def _find(config: EngineConfig, ranks: Ranks, problem: str) -> _Found:
+    """Raises ConfigError, CheckpointError where a rank has a reason, with those of all."""
+    found = None
+    with ranks.guard():
+        try:
+            found = _find_alone(config, ranks)
+        except GlintError as error:
+            if ranks.size == 1 and not problem:
+                raise
+            problem += f"\n{error}" if problem else str(error)
     ranks.agree(problem, "looking at the model")
     assert found is not None, "or there was a problem"
     return found
@@ -161,6 +178,8 @@ def _find_alone(config: EngineConfig, ranks: Ranks) -> _Found:
 def _load(config: EngineConfig, ranks: Ranks, found: _Found, progress: bool) -> _Part:
     backend, whole, parallel = found.backend, found.model_config, found.parallel
     comm = backend.make_comm(ranks.world, parallel, whole, config)
+    if ranks.watch is not None:
+        comm = Numbered(comm, ranks.watch.mine)
     architecture = ARCHITECTURES[whole.architecture]
     weight_map = rank_weights(architecture.weight_map(whole), whole, parallel)
     weights = backend.load(found.source, weight_map, config, progress)

@@ -71,9 +71,15 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
 
 # What MPI's launchers tell each process about its job: Open MPI, and MPICH or Intel MPI.
 _RANK_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 def launched_ranks(environ: Mapping[str, str]) -> int:
     """How many ranks the MPI launcher started; 1 without one."""
     counts = [int(environ[name]) for name in _RANK_COUNTS if environ.get(name, "").isdigit()]
     return max(counts, default=1)
+
+
+def launched_rank(environ: Mapping[str, str]) -> int:
+    """Which of them this process is, as its launcher says; 0 without one."""
+    return max((int(environ[name]) for name in _RANKS if environ.get(name, "").isdigit()), default=0)

@@ -45,3 +45,7 @@ class RequestFailedError(GlintError):
 
 class EngineDeadError(GlintError):
     """The engine has stopped or is not ready; no request can be answered."""
+
+
+class StopSignal(BaseException):
+    """SIGTERM or SIGINT arrived before the engine was ready. No Exception: nothing on its way may swallow it."""

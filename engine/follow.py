@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine import runner
+from engine.comm.board import Record
 from engine.comm.communicator import Communicator
 from engine.comm.plan_channel import Kind, Receiver
 from engine.forward import Forward
 from engine.models.model import Model
 
 
-def follow(channel: Receiver, model: Model, forward: Forward, comm: Communicator, settle: Callable[[], None]) -> None:
+def follow(
+    channel: Receiver,
+    model: Model,
+    forward: Forward,
+    comm: Communicator,
+    settle: Callable[[], None],
+    record: Record,
+) -> None:
     """Returns when rank 0 says that it is over."""
     while True:
+        record.idle()
         message = channel.receive()
         match message.kind:
             case Kind.STOP:
@@ -22,4 +31,5 @@ def follow(channel: Receiver, model: Model, forward: Forward, comm: Communicator
                 settle()
             case Kind.STEP:
                 assert message.plan is not None
+                record.begin(message.plan.step)
                 runner.follow(message.plan, model, forward, comm)

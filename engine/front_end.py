@@ -8,11 +8,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.messages import (
     HEADER_SIZE,
+    Died,
     FrontEndSettings,
     ToEngine,
     ToFrontEnd,
@@ -23,6 +25,7 @@ from engine.messages import (
 )
 
 BACKLOG = 2048
+LINGER_S = 1.0  # after the engine died: /health says so meanwhile
 STOP_S = 5.0  # for the process to end by itself
 
 
@@ -52,7 +55,8 @@ class FrontEnd:
         ours, theirs = socket.socketpair()
         self._sock = ours
         command = [sys.executable, "-m", "engine.http_process", str(theirs.fileno()), str(listener.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(), listener.fileno()))
+        # a session of its own: what ends this process group must leave it time to tell its clients
+        self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(), listener.fileno()), start_new_session=True)
         theirs.close()
         listener.close()
         self.inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()  # None: the process is gone
@@ -64,6 +68,11 @@ class FrontEnd:
     def send(self, message: ToFrontEnd) -> None:
         """Queues a message; never blocks."""
         self._outbox.put(frame(message))
+
+    def say_dead(self, reason: str) -> None:
+        """The engine cannot go on: clients are told, and there is time for them to hear it."""
+        self.send(Died(reason))
+        time.sleep(LINGER_S)
 
     def close(self) -> int:
         """Waits for the process to end after Stop, ends it if it does not, and returns its exit code."""

@@ -6,6 +6,8 @@ SIGTERM and SIGINT drain: no new requests, what is running gets shutdown_grace_s
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
 import queue
@@ -19,14 +21,13 @@ from engine.api import TokenEvent
 from engine.build import BuiltEngine, build_engine
 from engine.comm.ranks import Ranks, join_ranks
 from engine.config import EngineConfig
-from engine.env import read_environment
-from engine.errors import CapacityError, ConfigError, EngineDeadError, GlintError, RequestError
+from engine.env import launched_rank, read_environment
+from engine.errors import CapacityError, ConfigError, EngineDeadError, GlintError, RequestError, StopSignal
 from engine.front_end import FrontEnd, listen
 from engine.log import set_up_logging
 from engine.loop import Engine
 from engine.messages import (
     Abort,
-    Died,
     Draining,
     Events,
     FrontEndFailed,
@@ -42,11 +43,7 @@ from engine.options import parse_args
 logger = logging.getLogger(__name__)
 
 IDLE_S = 0.5  # how long an idle loop sleeps before it looks at signals again
-LINGER_S = 1.0  # after the engine died: /health says so meanwhile
-
-
-class StopSignal(BaseException):
-    """SIGTERM or SIGINT arrived before the engine was ready. No Exception: nothing on its way may swallow it."""
+STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 
 class Service:
@@ -135,14 +132,15 @@ def wait_until_front_end_is_ready(front_end: FrontEnd) -> None:
 
 
 def serve(config: EngineConfig, ranks: Ranks) -> None:
-    """Serves until a signal says stop; ranks other than 0 follow until then.
+    """Serves until a signal says stop. Of several ranks, rank 0 does; the others follow until then.
 
     Raises:
         GlintError: it could not be started or cannot go on.
         StopSignal: stopped before it was ready.
+        Followed: this is another rank than 0.
     """
     if ranks.rank != 0:
-        for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 drains, then says that it is over
+        for number in STOPPING:  # rank 0 drains, then it says when it is over
             signal.signal(number, signal.SIG_IGN)
         build_engine(config, ranks=ranks)
     service: Service | None = None
@@ -152,25 +150,32 @@ def serve(config: EngineConfig, ranks: Ranks) -> None:
             raise StopSignal(signal.Signals(number))
         service.request_stop()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in STOPPING:
         signal.signal(number, on_signal)
     started = time.perf_counter()
-    listener = listen(config.host, config.port)
+    try:
+        listener = listen(config.host, config.port)
+    except ConfigError as error:
+        if ranks.size > 1:
+            build_engine(config, ranks=ranks, problem=str(error))  # which says it with what else is wrong
+        raise
     url = f"http://{config.host}:{listener.getsockname()[1]}"
     front_end = FrontEnd(config, listener)
+    if ranks.watch is not None:
+        ranks.watch.tell = front_end.say_dead
     try:
-        built = build_engine(config, ranks=ranks)
-        source = built.source
-        front_end.send(Loaded(built.info, source.kind, str(source.path), config.chat_template))
-        wait_until_front_end_is_ready(front_end)
-        service = Service(built, front_end, config.shutdown_grace_s)
-        logger.info("ready after %.1f s: %s serves %s", time.perf_counter() - started, url, built.info.names[0])
-        service.run()
+        with ranks.guard():
+            built = build_engine(config, ranks=ranks)
+            source = built.source
+            front_end.send(Loaded(built.info, source.kind, str(source.path), config.chat_template))
+            wait_until_front_end_is_ready(front_end)
+            service = Service(built, front_end, config.shutdown_grace_s)
+            logger.info("ready after %.1f s: %s serves %s", time.perf_counter() - started, url, built.info.names[0])
+            service.run()
         front_end.send(Stop())
         front_end.close()
     except EngineDeadError as error:
-        front_end.send(Died(str(error)))
-        time.sleep(LINGER_S)
+        front_end.say_dead(str(error))
         raise
     finally:
         front_end.kill()
@@ -182,16 +187,33 @@ def main(argv: list[str]) -> int:
         environment = read_environment(os.environ)
         ranks = join_ranks(os.environ)
         set_up_logging(f"rank {ranks.rank}", environment.log_level)
-        config = parse_args(argv)
+        config = _parse(argv, ranks)
         serve(replace(config, api_key=config.api_key or environment.api_key), ranks)
     except StopSignal as stop:
         number = stop.args[0]
         print(f"engine.serve: stopped by {number.name} before it was ready", file=sys.stderr)
         return 128 + int(number)
     except GlintError as error:
-        print(f"engine.serve: {error}", file=sys.stderr)
+        if launched_rank(os.environ) == 0:
+            print(f"engine.serve: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _parse(argv: list[str], ranks: Ranks) -> EngineConfig:
+    """The config, on all ranks; --help and problems are printed by rank 0 alone."""
+    config, problem = None, ""
+    with contextlib.redirect_stdout(sys.stdout if ranks.rank == 0 else io.StringIO()):
+        try:
+            config = parse_args(argv)
+        except ConfigError as error:
+            problem = str(error)
+        except SystemExit:
+            ranks.leave()
+            raise
+    ranks.agree(problem, "reading the flags")
+    assert config is not None, "or there was a problem"
+    return config
 
 
 if __name__ == "__main__":

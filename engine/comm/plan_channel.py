@@ -7,6 +7,7 @@ lies in place n mod 2, and is written once all have read message n − 2, so not
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from engine.batch import Int32, StepPlan
 from engine.comm import futex
+from engine.comm.board import Record
 from engine.comm.ranks import Ranks, World
 from engine.comm.segment import LINE, Segment
 
@@ -26,6 +28,7 @@ FIRST_NAP_S, LONGEST_NAP_S = 50e-6, 2e-3  # of who polls MPI, or waits for reade
 TAG = 11
 HEAD = 6  # numbers before the arrays
 PLACES = 2
+FIRST_STEP_S = 60.0  # a step is planned to take, while none has been seen
 WORD = 0xFFFFFFFF  # the sequence word has 32 bits, as futex asks; counts of messages go on
 SCALARS = ("slots", "starts", "num_logits", "samples", "rope_lens", "two_way_lens")  # one number a sequence
 
@@ -171,19 +174,44 @@ class MpiReceiver:
 Receiver = SharedReceiver | MpiReceiver
 
 
+class Pace:
+    """How long a step is expected to take: as the slowest of the last ones, or longer by as much as it is larger."""
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[int, float]] = deque(maxlen=8)  # tokens, seconds
+        self._began = 0.0
+        self._num_tokens = 0
+
+    def next(self, num_tokens: int, seconds_since_last: float) -> float:
+        """Seconds that a step will take which begins now.
+
+        Args:
+            seconds_since_last: since the last sign of life of the step before, which ended about then.
+        """
+        now = time.monotonic()
+        if self._num_tokens:
+            self._last.append((self._num_tokens, max(0.0, now - seconds_since_last - self._began)))
+        self._began, self._num_tokens = now, num_tokens
+        times = (seconds * max(1.0, num_tokens / tokens) for tokens, seconds in self._last)
+        return max(times, default=FIRST_STEP_S)
+
+
 class Publisher:
     """Rank 0's end."""
 
-    def __init__(self, places: SharedPlaces | None, world: World | None, far_ranks: Sequence[int]) -> None:
+    def __init__(self, places: SharedPlaces | None, world: World, far_ranks: Sequence[int], record: Record) -> None:
         """
         Args:
             places: of this host, if a follower reads there.
             far_ranks: those that MPI reaches.
         """
-        self._places, self._world, self._far_ranks = places, world, far_ranks
+        self._places, self._world, self._far_ranks, self._record = places, world, far_ranks, record
+        self._pace = Pace()
         self._stopped = False
 
     def publish(self, plan: StepPlan) -> None:
+        self._record.plan(self._pace.next(plan.num_tokens, self._record.seconds_since_change))
+        self._record.begin(plan.step)
         self._send(Message(Kind.STEP, plan))
 
     def warm(self) -> None:
@@ -197,22 +225,24 @@ class Publisher:
 
     def _send(self, message: Message) -> None:
         parts = pack(message)
+        self._record.wait()
         if self._places is not None:
             self._places.write(parts)
-        if self._far_ranks and self._world is not None:
+        if self._far_ranks:
             numbers = np.concatenate(parts, casting="unsafe", dtype=np.int32)
             for request in [self._world.isend(numbers, rank, TAG) for rank in self._far_ranks]:
                 request.wait()
+        self._record.go_on()
 
 
 def open_channel(ranks: Ranks, capacity: int) -> Publisher | Receiver | None:
     """This rank's end of a channel for messages of so many numbers at most; None where there is but one rank."""
-    if ranks.control is None:
+    if ranks.control is None or ranks.watch is None:
         return None
     near = ranks.host_ranks if futex.AVAILABLE and 0 in ranks.host_ranks else (ranks.rank,)
     segment = ranks.share(SharedPlaces.num_bytes(len(near) - 1, capacity), "opening the channel of plans")
     places = SharedPlaces(segment, 0, len(near) - 1, capacity)
     if ranks.rank == 0:
         far = [rank for rank in range(ranks.size) if rank not in near]
-        return Publisher(places if len(near) > 1 else None, ranks.control, far)
+        return Publisher(places if len(near) > 1 else None, ranks.control, far, ranks.watch.mine)
     return SharedReceiver(places, near.index(ranks.rank) - 1) if 0 in near else MpiReceiver(ranks.control)

@@ -9,12 +9,19 @@ import contextlib
 import importlib
 import os
 import re
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from engine.comm.board import RECORD_BYTES, Record, State
+from engine.comm.failure import Followed, Watch
+from engine.comm.launcher import hold_connections
 from engine.comm.mpi_sums import MpiComm
 from engine.comm.segment import Segment
 from engine.env import launched_ranks
@@ -22,6 +29,7 @@ from engine.errors import ConfigError, EngineDeadError
 
 T = TypeVar("T")
 FIRST_NAP_S, LONGEST_NAP_S = 50e-6, 2e-3
+JOIN_S = 60.0  # for all ranks to come
 TAG = 7
 
 
@@ -44,6 +52,7 @@ class Ranks:
     host_ranks: tuple[int, ...] = (0,)  # those of this host, in order
     world: World | None = None  # for the communicator of the backend; None: there is but this rank
     control: World | None = None  # for what ranks agree on
+    watch: Watch | None = None  # ends all where one fails
 
     @property
     def host_rank(self) -> int:
@@ -104,11 +113,21 @@ class Ranks:
         """The least that any rank brings."""
         return min(self.gather(value, what))
 
+    def guard(self) -> AbstractContextManager[None]:
+        """What is raised inside ends all ranks of many, see Watch.guard."""
+        return nullcontext() if self.watch is None else self.watch.guard()
+
+    def leave(self) -> None:
+        """This rank ends as it should, whatever the others do."""
+        if self.watch is not None:
+            self.watch.mine.end(State.DONE)
+
     def agree(self, problem: str, what: str) -> None:
         """Goes on where no rank has a problem.
 
         Raises:
-            ConfigError: on all ranks, with the problems of all; what only some have names them.
+            ConfigError: on rank 0, with the problems of all; what only some have names them.
+            Followed: on the others.
         """
         said: dict[str, list[int]] = {}
         for rank, text in enumerate(self.gather(problem, what)):
@@ -118,8 +137,12 @@ class Ranks:
             text if len(ranks) == self.size else f"rank {', '.join(map(str, ranks))}: {text}"
             for text, ranks in said.items()
         ]
-        if lines:
-            raise ConfigError("\n".join(lines))
+        if not lines:
+            return
+        self.leave()
+        if self.rank != 0:
+            raise Followed(1)
+        raise ConfigError("\n".join(lines))
 
 
 def _nap_until(condition: Callable[[], bool], deadline: float) -> bool:
@@ -151,8 +174,14 @@ def join_ranks(environ: Mapping[str, str]) -> Ranks:
         ConfigError: mpi4py or an MPI library is not there, or the library is not the launcher's.
     """
     launched = launched_ranks(environ)
-    if launched == 1:
-        return Ranks()
+    return Ranks() if launched == 1 else _join(launched)
+
+
+@cache  # MPI is there once in a process
+def _join(launched: int) -> Ranks:
+    late = threading.Timer(JOIN_S, _give_up, (launched,))
+    late.daemon = True
+    late.start()
     try:
         mpi = importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
@@ -160,6 +189,7 @@ def join_ranks(environ: Mapping[str, str]) -> Ranks:
             f"started by MPI with {launched} ranks, but mpi4py does not load: {error}; "
             "pip install 'glint-llm[mpi]' brings it and MPICH"
         ) from error
+    late.cancel()
     world: World = mpi.COMM_WORLD
     if world.size != launched:
         library = mpi.Get_library_version().split("\n")[0].strip()
@@ -168,10 +198,29 @@ def join_ranks(environ: Mapping[str, str]) -> Ranks:
             f"that mpi4py loads ({library}); start with that one's"
         )
     control = world.Dup()
-    hosts = Ranks(world.rank, world.size, (world.rank,), world, control).gather(host_name(), "the start")
+    ranks = Ranks(world.rank, world.size, (world.rank,), world, control)
+    hosts = ranks.gather(host_name(), "the start")
     _drop_names()
-    host_ranks = tuple(rank for rank, host in enumerate(hosts) if host == hosts[world.rank])
-    return Ranks(world.rank, world.size, host_ranks, world, control)
+    ranks = replace(ranks, host_ranks=tuple(rank for rank, host in enumerate(hosts) if host == hosts[world.rank]))
+    host = ranks.host_ranks
+    hold_connections(
+        os.environ, ranks.host_rank, len(host), lambda text: [ranks.gather(text, "the start")[rank] for rank in host]
+    )
+    num_records = len(host)
+    segment = ranks.share(num_records * RECORD_BYTES, "the start")
+    records = [Record(segment, number) for number in range(num_records)]
+    records[ranks.host_rank].come()
+    ranks.gather(None, "the start")
+    is_alone = num_records == world.size
+    watch = Watch(world.rank, ranks.host_ranks, records, (lambda: None) if is_alone else (lambda: world.Abort(1)))
+    watch.start()
+    return replace(ranks, watch=watch)
+
+
+def _give_up(launched: int) -> None:
+    sys.stderr.write(f"MPI has not started after {JOIN_S:.0f} s: not all of its {launched} ranks have come\n")
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _drop_names() -> None:

@@ -1,0 +1,131 @@
+"""What each rank of a host says of itself in shared memory, so that others can tell who is late, ill or gone.
+
+Every rank writes its own record alone, in whole words; who reads one sees a little of the past.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from enum import IntEnum
+
+from engine.comm.segment import Segment
+
+TEXT_BYTES = 4000
+RECORD_BYTES = 4096
+_PID, _STATE, _DOING, _STEP, _COLLECTIVE, _SINCE, _HEART, _PLANNED, _TEXT_LENGTH = range(9)
+_TEXT = 96  # byte of a record where its text begins
+
+
+class State(IntEnum):
+    """How far a rank is."""
+
+    ALIVE = 0
+    DONE = 1  # it ends as it should
+    FAILED = 2  # it ends with an error, which its text says
+    LEAVING = 3  # it ends because of another
+
+
+class Doing(IntEnum):
+    """What it does now."""
+
+    COMPUTING = 0
+    WAITING = 1  # for other ranks, in a collective
+    IDLE = 2  # there is no step for it
+
+
+class Record:
+    """One rank's words."""
+
+    def __init__(self, segment: Segment, number: int) -> None:
+        first = number * RECORD_BYTES
+        self._words = segment.words[first // 8 : (first + _TEXT) // 8]
+        self._text = memoryview(segment.memory)[first + _TEXT : first + _TEXT + TEXT_BYTES]
+        self._collective = 0
+
+    # ---- by the rank itself
+
+    def come(self) -> None:
+        self._words[_PID] = os.getpid()
+        self.beat()
+        self.idle()
+
+    def beat(self) -> None:
+        """It is not stopped; said many times a second, whatever it does."""
+        self._words[_HEART] = time.monotonic_ns()
+
+    def begin(self, step: int) -> None:
+        """A step, from its first collective on."""
+        self._collective = 0
+        self._words[_COLLECTIVE] = 0
+        self._words[_STEP] = step
+        self._change(Doing.COMPUTING)
+
+    def wait(self) -> None:
+        """The next collective of the step."""
+        self._collective += 1
+        self._words[_COLLECTIVE] = self._collective
+        self._change(Doing.WAITING)
+
+    def go_on(self) -> None:
+        self._change(Doing.COMPUTING)
+
+    def idle(self) -> None:
+        self._change(Doing.IDLE)
+
+    def _change(self, doing: Doing) -> None:
+        self._words[_SINCE] = time.monotonic_ns()
+        self._words[_DOING] = doing
+
+    def plan(self, seconds: float) -> None:
+        """How long the step is expected to take; rank 0 says it."""
+        self._words[_PLANNED] = int(seconds * 1e9)
+
+    def end(self, state: State, text: str = "") -> None:
+        """Once: the first end is the one that counts."""
+        if self.state is not State.ALIVE:
+            return
+        data = text.encode()[:TEXT_BYTES]
+        self._text[: len(data)] = data
+        self._words[_TEXT_LENGTH] = len(data)
+        self._words[_STATE] = state
+
+    # ---- by anybody
+
+    @property
+    def pid(self) -> int:
+        return int(self._words[_PID])
+
+    @property
+    def state(self) -> State:
+        return State(self._words[_STATE])
+
+    @property
+    def doing(self) -> Doing:
+        return Doing(self._words[_DOING])
+
+    @property
+    def step(self) -> int:
+        return int(self._words[_STEP])
+
+    @property
+    def collective(self) -> int:
+        """1, 2, … within a step; 0 before the first."""
+        return int(self._words[_COLLECTIVE])
+
+    @property
+    def seconds_since_change(self) -> float:
+        return (time.monotonic_ns() - self._words[_SINCE]) / 1e9
+
+    @property
+    def seconds_since_beat(self) -> float:
+        return (time.monotonic_ns() - self._words[_HEART]) / 1e9
+
+    @property
+    def planned_s(self) -> float:
+        return float(self._words[_PLANNED]) / 1e9
+
+    @property
+    def text(self) -> str:
+        """Why it has failed."""
+        return bytes(self._text[: self._words[_TEXT_LENGTH]]).decode(errors="replace")

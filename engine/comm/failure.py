@@ -1,0 +1,227 @@
+"""When a rank dies, fails, hangs or loses its launcher: it is named once, in the log of the lowest rank that lives, and
+every rank of the job ends.
+
+Each rank has a thread that watches the processes of its host through pidfds, beats, and reads the board. Who names
+tells its front end first, so that it answers "not healthy" for as long as it is there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+from engine.comm.board import Doing, Record, State
+from engine.comm.launcher import launchers
+from engine.errors import GlintError, StopSignal
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 0.1  # between two looks at the board
+SILENT_S = 1.0  # a rank that has not beaten for so long may be stopped
+HANG_S, HANG_FACTOR = 2.0, 5.0  # a rank is waited for so long, or so many times the planned time of the step
+LINGER_S = 1.0  # for the front end to tell its clients
+PATIENCE_S = 3.0  # of a rank that waits to be ended by the one who names
+
+
+class Followed(SystemExit):
+    """Raised in ranks other than 0 where there is nothing left for them to do. It ends the process if not caught."""
+
+
+class Watch:
+    """Watches the ranks of this host, of which this process is one."""
+
+    def __init__(self, rank: int, host_ranks: Sequence[int], records: Sequence[Record], abort: Callable[[], None]):
+        """
+        Args:
+            records: of the ranks of this host, which all have come.
+            abort: ends the ranks of other hosts; may never return.
+        """
+        self.mine = records[host_ranks.index(rank)]
+        self.tell: Callable[[str], None] = lambda reason: None  # who else must know, before the end
+        self._rank, self._abort = rank, abort
+        self._peers = {number: record for number, record in zip(host_ranks, records, strict=True) if number != rank}
+        self._files = {number: os.pidfd_open(record.pid) for number, record in self._peers.items()}
+        self._launchers = {os.pidfd_open(pid): (pid, name) for pid, name in launchers()}
+        self._ending = threading.Lock()
+
+    def start(self) -> None:
+        """From now on, until the process ends."""
+        threading.excepthook = self._on_thread_error
+        threading.Thread(target=self._run, name="ranks-watch", daemon=True).start()
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """What is raised inside ends the job; Followed ends this rank alone, as it should."""
+        try:
+            yield
+        except Followed:
+            self.mine.end(State.DONE)
+            raise
+        except GlintError as error:
+            if self.mine.state is State.DONE:  # all ranks know
+                raise
+            self.fail(str(error))
+        except StopSignal as stop:
+            logger.info("stopped by %s before it was ready", stop.args[0].name)
+            self.end_all("", 128 + int(stop.args[0]))
+        except SystemExit as error:
+            logger.exception("rank %d: sys.exit", self._rank)
+            self.fail(f"it called sys.exit({error.code!r})")
+        except BaseException as error:
+            logger.exception("rank %d: an exception that nothing catches", self._rank)
+            self.fail(f"{type(error).__name__}: {error}")
+
+    def fail(self, reason: str) -> NoReturn:
+        """This rank cannot go on; ends all."""
+        self.mine.end(State.FAILED, reason)
+        if self._names():
+            self.end_all(f"rank {self._rank} (pid {os.getpid()}) has failed: {reason}")
+        time.sleep(PATIENCE_S)
+        os._exit(1)
+
+    def end_all(self, reason: str, code: int = 1) -> NoReturn:
+        """Says why, and ends every rank of the job, this one with the code."""
+        if not self._ending.acquire(blocking=False):
+            threading.Event().wait()  # another thread is at it
+        if reason:
+            logger.error("%s; all ranks end", reason)
+            self.tell(reason)
+        self.mine.end(State.LEAVING)
+        threading.Timer(PATIENCE_S, os._exit, (code or 1,)).start()
+        for file in self._files.values():
+            with suppress(OSError):
+                signal.pidfd_send_signal(file, signal.SIGKILL)
+        self._abort()
+        os._exit(code)
+
+    def _run(self) -> None:
+        poller = select.poll()
+        for file in (*self._files.values(), *self._launchers):
+            poller.register(file, select.POLLIN)
+        dead: set[int] = set()
+        while True:
+            looked = time.monotonic()
+            found = [file for file, _ in poller.poll(BEAT_S * 1e3)]
+            self.mine.beat()
+            for file in found:
+                poller.unregister(file)
+            reason, silent = self._launcher_gone(found) or self._dead(found, dead) or self._failed(), set[int]()
+            if not reason and time.monotonic() - looked < SILENT_S:  # or this process was stopped, as others may be
+                silent = self._stopped()
+                reason = self._late(silent)
+            if reason and self.mine.state is not State.DONE:
+                self._act(reason, dead | silent)
+
+    def _act(self, reason: str, silent: Set[int]) -> NoReturn:
+        if self._names(silent):
+            self.end_all(reason)
+        time.sleep(PATIENCE_S)
+        logger.error("rank %d ends: %s", self._rank, reason)
+        os._exit(1)
+
+    def _names(self, silent: Set[int] = frozenset()) -> bool:
+        """Whether this is the lowest rank of this host, those aside that cannot speak."""
+        return all(self._rank < number for number in self._peers if number not in silent)
+
+    def _launcher_gone(self, found: Sequence[int]) -> str:
+        for file in found:
+            if file in self._launchers:
+                pid, name = self._launchers[file]
+                return f"the launcher {name} (pid {pid}) is gone"
+        return ""
+
+    def _dead(self, found: Sequence[int], dead: set[int]) -> str:
+        """Why a rank whose process is gone should not be; dead gets the numbers of those that are gone."""
+        reason = ""
+        for number, file in self._files.items():
+            if file not in found:
+                continue
+            dead.add(number)
+            record = self._peers[number]
+            if record.state is State.FAILED:
+                reason = reason or _said(number, record)
+            elif record.state is State.ALIVE:
+                reason = reason or f"rank {number} (pid {record.pid}) {_how_it_ended(record.pid)}{_where(record)}"
+        return reason
+
+    def _failed(self) -> str:
+        for number, record in self._peers.items():
+            if record.state is State.FAILED:
+                return _said(number, record)
+        return ""
+
+    def _stopped(self) -> set[int]:
+        """Ranks that a signal or a debugger has stopped."""
+        return {
+            number
+            for number, record in self._peers.items()
+            if record.seconds_since_beat > SILENT_S and _is_stopped(record.pid)
+        }
+
+    def _late(self, stopped: Set[int]) -> str:
+        """Whom ranks have waited for too long; who is stopped need not be waited for."""
+        for number in stopped:
+            record = self._peers[number]
+            if record.seconds_since_beat > HANG_S:
+                seconds = f"{record.seconds_since_beat:.1f} s"
+                return f"rank {number} (pid {record.pid}) has been stopped for {seconds}{_where(record)}"
+        everybody = {**self._peers, self._rank: self.mine}
+        waiting = [number for number, record in everybody.items() if record.doing is Doing.WAITING]
+        longest = max(waiting, key=lambda number: everybody[number].seconds_since_change, default=None)
+        if longest is None:
+            return ""
+        waiter = everybody[longest]
+        limit = max(HANG_S, HANG_FACTOR * max(record.planned_s for record in everybody.values()))
+        waited = waiter.seconds_since_change
+        if waited <= limit:
+            return ""
+        busy = [number for number in everybody if number not in waiting and everybody[number].step <= waiter.step]
+        behind = sorted(waiting, key=lambda number: (everybody[number].step, everybody[number].collective))[:1]
+        late = max(busy or behind, key=lambda number: everybody[number].seconds_since_change)
+        how = "hangs" if busy else "waits for what no other rank does"
+        return (
+            f"rank {late} (pid {everybody[late].pid}) {how}{_where(everybody[late])}: rank {longest} has waited for "
+            f"{waited:.1f} s in step {waiter.step}, collective {waiter.collective} (limit {limit:.1f} s)"
+        )
+
+    def _on_thread_error(self, arguments: threading.ExceptHookArgs) -> None:
+        if arguments.exc_value is None or isinstance(arguments.exc_value, SystemExit):
+            return  # a thread that ends itself
+        name = "" if arguments.thread is None else arguments.thread.name
+        logger.error("rank %d: an exception in thread %s", self._rank, name, exc_info=arguments.exc_value)
+        self.fail(f"{type(arguments.exc_value).__name__} in thread {name}: {arguments.exc_value}")
+
+
+def _said(number: int, record: Record) -> str:
+    return f"rank {number} (pid {record.pid}) has failed{_where(record)}: {record.text}"
+
+
+def _where(record: Record) -> str:
+    """Where in the steps a rank was last."""
+    if record.doing is Doing.IDLE:
+        return f", idle after step {record.step}" if record.step else ", before the first step"
+    return f" in step {record.step}, collective {record.collective}"
+
+
+def _how_it_ended(pid: int) -> str:
+    """From the status that Linux shows for as long as nobody has asked for it."""
+    with suppress(OSError, IndexError, ValueError):
+        status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[49])
+        if os.WIFSIGNALED(status):
+            return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+        return f"ended with exit code {os.WEXITSTATUS(status)}"
+    return "is gone"
+
+
+def _is_stopped(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False

@@ -262,7 +262,9 @@ def _assemble(
     sampling = backend.ops.sampling
     sampler = Sampler(geometry.vocab_size, limits.max_num_seqs, sampling)
     publish = (lambda plan: None) if channel is None else channel.publish
-    runner = ModelRunner(part.model, part.forward, part.comm, part.cache, part.rope, sampler, sampling, publish)
+    num_stages = found.parallel.pipeline_parallel_size
+    parts = part.model, part.forward, part.comm, part.cache, part.rope
+    runner = ModelRunner(*parts, sampler, sampling, publish, defers=num_stages > 1 and not backend.overlaps)
     if part.memory.num_swap_places:
         runner.swap = backend.make_swap(part.model, part.cache, part.memory)
     backend.warm_up(runner)
@@ -272,7 +274,7 @@ def _assemble(
     shares = config.enable_prefix_caching and not geometry.soft_prompt_ids  # these are read both ways: keys depend on
     blocks = BlockManager(part.memory.num_blocks, config.block_size, shares)  # a prompt's end
     sizes = limits.max_num_seqs, limits.max_num_batched_tokens, found.num_positions
-    scheduler = Scheduler(blocks, *sizes, num_swap_places=part.memory.num_swap_places)
+    scheduler = Scheduler(blocks, *sizes, num_stages, part.memory.num_swap_places)
     request_limits = Limits(
         vocab_size=geometry.vocab_size,
         max_model_len=found.max_model_len,
@@ -282,7 +284,8 @@ def _assemble(
         soft_prompt_ids=geometry.soft_prompt_ids,
     )
     late_allocations = backend.num_late_allocations
-    return Engine(scheduler, runner, request_limits, config.seed, faults, backend.overlaps, late_allocations)
+    ranks = num_stages, found.parallel.world_size
+    return Engine(scheduler, runner, request_limits, config.seed, faults, backend.overlaps, late_allocations, *ranks)
 
 
 def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:

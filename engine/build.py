@@ -111,7 +111,8 @@ def build_engine(
 
 def _build(config: EngineConfig, ranks: Ranks, found: _Found, faults: Faults | None, progress: bool) -> BuiltEngine:
     part = _load(config, ranks, found, progress and ranks.rank == 0)
-    channel = open_channel(ranks, _largest_message(found, part.memory))
+    num_stages = found.parallel.pipeline_parallel_size
+    channel = open_channel(ranks, _largest_message(found, part.memory), num_stages)
     if isinstance(channel, Receiver):
         assert ranks.watch is not None, "there are ranks"
         follow(channel, part.model, part.forward, part.comm, found.backend.settle, ranks.watch.mine)

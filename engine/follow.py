@@ -31,5 +31,6 @@ def follow(
                 settle()
             case Kind.STEP:
                 assert message.plan is not None
-                record.begin(message.plan.step)
+                record.announce(message.plan.step)
+                record.begin()
                 runner.follow(message.plan, model, forward, comm)

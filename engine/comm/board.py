@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from enum import IntEnum
 
 from engine.comm.segment import Segment
@@ -42,6 +43,7 @@ class Record:
         self._words = segment.words[first // 8 : (first + _TEXT) // 8]
         self._text = memoryview(segment.memory)[first + _TEXT : first + _TEXT + TEXT_BYTES]
         self._collective = 0
+        self._announced: deque[int] = deque()
 
     # ---- by the rank itself
 
@@ -54,11 +56,17 @@ class Record:
         """It is not stopped; said many times a second, whatever it does."""
         self._words[_HEART] = time.monotonic_ns()
 
-    def begin(self, step: int) -> None:
-        """A step, from its first collective on."""
+    def announce(self, step: int) -> None:
+        """A step that is to be computed after those before it."""
+        self._announced.append(step)
+
+    def begin(self) -> None:
+        """The next step that was announced, if there is one."""
+        if not self._announced:
+            return
         self._collective = 0
         self._words[_COLLECTIVE] = 0
-        self._words[_STEP] = step
+        self._words[_STEP] = self._announced.popleft()
         self._change(Doing.COMPUTING)
 
     def wait(self) -> None:

@@ -1,7 +1,7 @@
 """How rank 0's plans reach the ranks that follow: integers in shared memory on its own host, MPI to other hosts.
 
-On a host: two places for a message, and a sequence word that counts messages and on which followers sleep. Message n
-lies in place n mod 2, and is written once all have read message n − 2, so nothing is overwritten unread.
+On a host: places for some messages, and a sequence word that counts messages and on which followers sleep. Of p places
+message n lies in place n mod p, and is written once all have read message n − p, so nothing is overwritten unread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SLEEP_S = 1.0  # then it looks again
 FIRST_NAP_S, LONGEST_NAP_S = 50e-6, 2e-3  # of who polls MPI, or waits for readers: long enough to burn no core
 TAG = 11
 HEAD = 6  # numbers before the arrays
-PLACES = 2
+PLACES = 2  # at least; with stages one more than these, as so many plans are under way
 FIRST_STEP_S = 60.0  # a step is planned to take, while none has been seen
 WORD = 0xFFFFFFFF  # the sequence word has 32 bits, as futex asks; counts of messages go on
 SCALARS = ("slots", "starts", "num_logits", "samples", "rope_lens", "two_way_lens")  # one number a sequence
@@ -92,32 +92,30 @@ def unpack(numbers: Int32) -> Message:
 class SharedPlaces:
     """The places of one host in shared memory: their layout, and both ends.
 
-    A line for the sequence word and the length of each message, a line a reader with the number of messages it has
-    read, then the places.
+    A line for the sequence word, a line a reader with the number of messages it has read, then the places: a line with
+    the length of the message, and the message.
     """
 
-    def __init__(self, segment: Segment, first_byte: int, num_readers: int, capacity: int) -> None:
+    def __init__(self, segment: Segment, num_readers: int, num_places: int, capacity: int) -> None:
         """capacity: numbers in the largest message."""
         self._words = segment.words
-        self._first = first_byte // 8
-        self._sequence = segment.word32(first_byte)
+        self._sequence = segment.word32(0)
         self._readers = range(num_readers)
         self._written = 0
-        places = first_byte + (1 + num_readers) * LINE
-        self._places = [
-            np.frombuffer(segment.memory, np.int32, capacity, places + place * 4 * capacity) for place in range(PLACES)
-        ]
+        size = _place_bytes(capacity)
+        self._firsts = [(1 + num_readers) * LINE + place * size for place in range(num_places)]
+        self._places = [np.frombuffer(segment.memory, np.int32, capacity, first + LINE) for first in self._firsts]
 
     @staticmethod
-    def num_bytes(num_readers: int, capacity: int) -> int:
-        return (1 + num_readers) * LINE + PLACES * 4 * capacity
+    def num_bytes(num_readers: int, num_places: int, capacity: int) -> int:
+        return (1 + num_readers) * LINE + num_places * _place_bytes(capacity)
 
     def write(self, parts: Sequence[NDArray[np.int32 | np.bool_]]) -> None:
         number = self._written + 1
-        self._wait_for_readers(number - PLACES)
-        place, length = self._places[number % PLACES], sum(map(len, parts))
-        np.concatenate(parts, out=place[:length], casting="unsafe")
-        self._words[self._first + 1 + number % PLACES] = length
+        self._wait_for_readers(number - len(self._places))
+        place, length = number % len(self._places), sum(map(len, parts))
+        np.concatenate(parts, out=self._places[place][:length], casting="unsafe")
+        self._words[self._firsts[place] // 8] = length
         self._written = number
         self._sequence.value = number & WORD
         futex.wake(self._sequence)
@@ -137,13 +135,18 @@ class SharedPlaces:
         while self._sequence.value == seen & WORD:
             if time.perf_counter() > spin_until:
                 futex.wait(self._sequence, seen & WORD, SLEEP_S)
-        place = (seen + 1) % PLACES
-        numbers = self._places[place][: self._words[self._first + 1 + place]].copy()
+        place = (seen + 1) % len(self._places)
+        numbers = self._places[place][: self._words[self._firsts[place] // 8]].copy()
         self._words[mine] = seen + 1
         return numbers
 
-    def _word_of(self, reader: int) -> int:
-        return self._first + (1 + reader) * (LINE // 8)
+    @staticmethod
+    def _word_of(reader: int) -> int:
+        return (1 + reader) * (LINE // 8)
+
+
+def _place_bytes(capacity: int) -> int:
+    return LINE + -(-4 * capacity // LINE) * LINE
 
 
 class SharedReceiver:
@@ -199,19 +202,31 @@ class Pace:
 class Publisher:
     """Rank 0's end."""
 
-    def __init__(self, places: SharedPlaces | None, world: World, far_ranks: Sequence[int], record: Record) -> None:
+    def __init__(
+        self,
+        places: SharedPlaces | None,
+        world: World,
+        far_ranks: Sequence[int],
+        record: Record,
+        num_stages: int,
+    ) -> None:
         """
         Args:
             places: of this host, if a follower reads there.
             far_ranks: those that MPI reaches.
+            record: of rank 0.
         """
-        self._places, self._world, self._far_ranks, self._record = places, world, far_ranks, record
+        self._places, self._world, self._far_ranks = places, world, far_ranks
+        self._record, self._num_stages = record, num_stages
         self._pace = Pace()
         self._stopped = False
 
     def publish(self, plan: StepPlan) -> None:
-        self._record.plan(self._pace.next(plan.num_tokens, self._record.seconds_since_change))
-        self._record.begin(plan.step)
+        seconds = self._pace.next(plan.num_tokens, self._record.seconds_since_change)
+        self._record.plan(self._num_stages * seconds)
+        self._record.announce(plan.step)
+        if self._num_stages == 1:  # or it begins once the stage before has sent what it needs
+            self._record.begin()
         self._send(Message(Kind.STEP, plan))
 
     def warm(self) -> None:
@@ -235,14 +250,14 @@ class Publisher:
         self._record.go_on()
 
 
-def open_channel(ranks: Ranks, capacity: int) -> Publisher | Receiver | None:
+def open_channel(ranks: Ranks, capacity: int, num_stages: int = 1) -> Publisher | Receiver | None:
     """This rank's end of a channel for messages of so many numbers at most; None where there is but one rank."""
     if ranks.control is None or ranks.watch is None:
         return None
     near = ranks.host_ranks if futex.AVAILABLE and 0 in ranks.host_ranks else (ranks.rank,)
-    segment = ranks.share(SharedPlaces.num_bytes(len(near) - 1, capacity), "opening the channel of plans")
-    places = SharedPlaces(segment, 0, len(near) - 1, capacity)
+    sizes = len(near) - 1, PLACES + num_stages - 1, capacity
+    places = SharedPlaces(ranks.share(SharedPlaces.num_bytes(*sizes), "opening the channel of plans"), *sizes)
     if ranks.rank == 0:
         far = [rank for rank in range(ranks.size) if rank not in near]
-        return Publisher(places if len(near) > 1 else None, ranks.control, far, ranks.watch.mine)
+        return Publisher(places if len(near) > 1 else None, ranks.control, far, ranks.watch.mine, num_stages)
     return SharedReceiver(places, near.index(ranks.rank) - 1) if 0 in near else MpiReceiver(ranks.control)

@@ -22,6 +22,7 @@ import numpy as np
 
 from conformance.case import Case
 from conformance.engine_run import namespace_of
+from conformance.host_build import CUDA
 from conformance.implementation import ImplementationError, load_implementation
 from conformance.machines import Swap, dry_run, kernels_of
 from engine.kernels.device import Device, Instance
@@ -31,7 +32,7 @@ from engine.weights import LinearWeight
 
 Array = Any
 
-CUDA = Path(__file__).parents[1] / "cuda"
+
 WHOLE_MODELS = "llama"  # stem of cases that are no case of one op
 GLOBAL = re.compile(r"(template\s*<[^{};]*?>\s*)?__global__\s+[^;{}]*?\b(\w+)\s*\((?=[^()]*\w+\s*[*&\w]*\s+\w+)")
 ASIDE = re.compile(r"//[^\n]*|/\*.*?\*/|\b__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)", re.DOTALL)  # no name is in it

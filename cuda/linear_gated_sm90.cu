@@ -12,6 +12,7 @@
 // launcher   grid: as many blocks as SMs, an even number; block 384; shared memory kStages · 49152 + 66816 bytes
 #include "activation.cuh"
 #include "ptx_sm90.cuh"
+#include "tile_walk.cuh"
 #include "vec.cuh"
 
 constexpr int kGroup = 128;   // threads of a warpgroup
@@ -20,7 +21,6 @@ constexpr int kTokens = 128;  // of a block
 constexpr int kOuts = 128;    // numbers of y of a token, in a tile
 constexpr int kStep = 64;     // numbers of a row in a step: 128 bytes
 constexpr int kRows = 64;     // tokens of a warpgroup
-constexpr int kBand = 8;      // tiles of tokens that are gone through together, so that L2 keeps their x
 constexpr int kGateWarps = 3;
 
 __device__ __forceinline__ unsigned pack2(float low, float high, bf16) { return pack_bf16(low, high); }
@@ -66,9 +66,8 @@ __global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(3 * kGroup, 1)
     int first_token, first_out;  // of this block
   };
   auto find = [&](int number) {  // band after band; in a band, all tokens of some numbers of y, then of the next
-    const int first = number / (kBand * out_tiles) * kBand, band = min(kBand, token_tiles - first);
-    const int rest = number - first * out_tiles;
-    return Tile{((first + rest % band) * kPair + rank) * kTokens, rest / band * kOuts};
+    const TilePlace at = tile_at(number, token_tiles, out_tiles);
+    return Tile{(at.token_tile * kPair + rank) * kTokens, at.row_tile * kOuts};
   };
 
   if (warpgroup == 0) {

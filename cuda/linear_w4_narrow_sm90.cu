@@ -15,6 +15,7 @@
 #include "activation.cuh"
 #include "grouped.cuh"
 #include "ptx_sm90.cuh"
+#include "tile_walk.cuh"
 #include "vec.cuh"
 
 constexpr int kThreads = 128;  // of a warpgroup
@@ -25,7 +26,6 @@ constexpr int kStep = 2 * kPackedStep;
 constexpr int kBoxBytes = kTokens * kPackedStep * 2, kXBytes = 2 * kBoxBytes;
 constexpr int kTileBytes = kStep * 16 / 2, kWeightBytes = 4 * kQuads * kTileBytes;  // of 16 rows, of a block
 constexpr int kScaleBytes = 128, kZeroBytes = 64;                                   // of a quad
-constexpr int kBand = 8;  // token tiles that are gone through together
 constexpr int kWriters = 3;  // warps
 constexpr int kProducerRegisters = 88, kConsumerRegisters = 208;  // with two of the latter 3 · 168, what a block begins with
 
@@ -94,9 +94,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(3 * kThreads,
     int first_token, first_quad;
   };
   const auto find = [&](int number) {
-    const int first = number / (kBand * pairs) * kBand, band = min(kBand, token_tiles - first);
-    const int rest = number - first * pairs;
-    return Tile{(first + rest % band) * kTokens, (rest / band * kCluster + rank) * kQuads};
+    const TilePlace at = tile_at(number, token_tiles, pairs);
+    return Tile{at.token_tile * kTokens, (at.row_tile * kCluster + rank) * kQuads};
   };
 
   if (warpgroup == 0) {

@@ -15,6 +15,7 @@
 #include "activation.cuh"
 #include "grouped.cuh"
 #include "ptx_sm90.cuh"
+#include "tile_walk.cuh"
 #include "vec.cuh"
 
 constexpr int kThreads = 128;  // of a warpgroup
@@ -22,7 +23,6 @@ constexpr int kTokens = 256;
 constexpr int kBlockTiles = 8;  // row tiles of 16 of a block
 constexpr int kCluster = 2;
 constexpr int kStageBytes = kTokens * kPackedStep * 2;
-constexpr int kBand = 8;  // token tiles that are gone through together
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
 __device__ __forceinline__ unsigned both(unsigned bits) { return bits | bits << 16; }
@@ -108,9 +108,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(3 * kThreads,
     int first_token, first_row_tile;
   };
   const auto find = [&](int number) {
-    const int first = number / (kBand * pairs) * kBand, band = min(kBand, token_tiles - first);
-    const int rest = number - first * pairs;
-    return Tile{(first + rest % band) * kTokens, (rest / band * kCluster + rank) * kBlockTiles};
+    const TilePlace at = tile_at(number, token_tiles, pairs);
+    return Tile{at.token_tile * kTokens, (at.row_tile * kCluster + rank) * kBlockTiles};
   };
 
   if (warpgroup == 0) {

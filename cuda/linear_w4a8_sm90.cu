@@ -19,6 +19,7 @@
 #include "coding.cuh"
 #include "grouped.cuh"
 #include "ptx_sm90.cuh"
+#include "tile_walk.cuh"
 #include "vec.cuh"
 
 constexpr int kThreads = 128;  // of a warpgroup
@@ -26,7 +27,6 @@ constexpr int kCluster = 2;
 constexpr int kStep = 128;      // columns of a step
 constexpr int kTokens = 128;    // of a product
 constexpr int kBlockTiles = 8;  // row tiles of 16 of a block
-constexpr int kBand = 8;        // token tiles that are gone through together, so that L2 keeps their x
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
 // Codes of q − zero, over unit, for the q in the low halves of the four bytes of a word. zeros: one, four times.
@@ -92,9 +92,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(3 * kThreads,
     int first_token, first_row_tile;
   };
   const auto find = [&](int number) {
-    const int first = number / (kBand * pairs) * kBand, band = min(kBand, token_tiles - first);
-    const int rest = number - first * pairs;
-    return Tile{(first + rest % band) * kTileTokens, (rest / band * kCluster + rank) * kBlockTiles};
+    const TilePlace at = tile_at(number, token_tiles, pairs);
+    return Tile{at.token_tile * kTileTokens, (at.row_tile * kCluster + rank) * kBlockTiles};
   };
 
   if (warpgroup == 0) {

@@ -18,6 +18,7 @@
 #include "activation.cuh"
 #include "coding.cuh"
 #include "ptx_sm90.cuh"
+#include "tile_walk.cuh"
 #include "vec.cuh"
 
 constexpr int kThreads = 128;  // of a warpgroup
@@ -25,7 +26,6 @@ constexpr int kCluster = 2;
 constexpr int kStep = 128;  // columns of a step
 constexpr int kRows = 64;   // tokens of a product
 constexpr int kOuts = 128;  // rows of the weight in one
-constexpr int kBand = 8;    // token tiles that are gone through together, so that L2 keeps their x
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
 enum Scales { kOuter, kBlocks };
@@ -71,9 +71,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(3 * kThreads,
     int first_token, first_out;
   };
   const auto find = [&](int number) {
-    const int first = number / (kBand * pairs) * kBand, band = min(kBand, token_tiles - first);
-    const int rest = number - first * pairs;
-    return Tile{(first + rest % band) * kTokens, (rest / band * kCluster + rank) * kSize};
+    const TilePlace at = tile_at(number, token_tiles, pairs);
+    return Tile{at.token_tile * kTokens, (at.row_tile * kCluster + rank) * kSize};
   };
 
   if (warpgroup == 0) {

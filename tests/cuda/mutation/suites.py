@@ -23,7 +23,7 @@ from tests.cuda import test_linear, test_linear_w8, test_repack4, test_sampling
 from tests.cuda.edges import EDGES
 
 GPU_ONLY = ("_sm90",)  # endings of .cu files
-NOT_RUN = ("ptx.cuh", "ptx_sm90.cuh")  # headers of inline PTX, for which cuda/host/ptx.h stands
+NOT_RUN = ("ptx.cuh", "ptx_sm90.cuh", "tile_walk.cuh")  # inline PTX, for which cuda/host/ptx.h stands; GPU-only kernels'
 SHARED = {  # header that many include → whose cases must find its mutants, in this order
     "include/activation.cuh": ("activation", "linear"),
     "include/dtype.cuh": ("rmsnorm", "embedding"),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from conformance import (
     activation,
+    all_gather,
     all_reduce,
     all_reduce_pieces,
     attention,
@@ -49,6 +50,7 @@ OPS = (
     quantize,
     layernorm,
     activation,
+    all_gather,
     all_reduce,
     all_reduce_pieces,
     moe_routing,

@@ -1,33 +1,19 @@
 // All-reduce in two trips and many pieces, for large messages, as numbers or as int8. ref.collectives: all_reduce;
 //   ref.int8_all_reduce.
 // y = Σ_r x_r + residual (0 if null);  as int8: y = H(dequantized sums of rotated groups) + residual
-// x, residual, y [size] T, contiguous, y may be either; exchange: below.
+// x, residual, y [size] T, contiguous, y may be either; exchange: include/exchange.cuh.
 // Units (16 bytes, or a group of 32 numbers) are dealt out to ranks in slices; a block owns every gridDim.x-th chunk of
 //   each slice. Chunk by chunk it sends the others' units to their owners, sums its own and sends the sums to all.
 // T: bf16, fp16, float (not as int8). kWorld: ranks, 2 to 8. kWire: kPlain, kInt8, kRotated.
 // float32; ranks in their order, then the residual, rounded to T once; as int8 the roundings of ref.int8_all_reduce.
 // The launcher: all blocks are on the GPU at once; whole warps; a chunk of units, a multiple of 8, fits in a slot; x, y,
 //   residual begin at multiples of 16 bytes; as int8: size is a multiple of 32, and so is a row. All ranks launch alike.
-#include "channel.cuh"
+#include "exchange.cuh"
 #include "hadamard.cuh"
 
 enum Wire { kPlain, kInt8, kRotated };
 
 constexpr int kThreads = 512;
-constexpr int kFlagBytes = 128;  // behind a slot's data
-
-// Areas of [num_lanes, num_stages, slot_bytes + kFlagBytes]: a slot is used again num_stages chunks later, by when all
-// have read it: who scatters chunk i + num_stages has collected chunk i, so its owner has summed it; who sends the sum of
-// i + num_stages has had everybody's share of that, who all have collected chunk i.
-struct Exchange {  // engine/kernels/channel.py makes it
-  char* scatter_to[kMaxRanks];          // for this owner
-  const char* scatter_from[kMaxRanks];  // of this rank, for this one
-  char* gather_to[kMaxRanks];           // for all, num_outboxes
-  const char* gather_from[kMaxRanks];   // of this owner
-  unsigned *state, *alarm;              // as in Channel
-  unsigned long long patience;
-  int slot_bytes, num_stages, num_outboxes, rank, world_size, id;
-};
 
 template <typename T, int kWorld, Wire kWire>
 struct Work {
@@ -52,10 +38,7 @@ struct Work {
   __device__ __forceinline__ int count(int owner, int step) const {
     return min(chunk, slice(owner + 1) - first(owner, step));
   }
-  __device__ __forceinline__ index_t slot(int step) const {
-    return (static_cast<index_t>(blockIdx.x) * exchange.num_stages + step % exchange.num_stages) *
-           (exchange.slot_bytes + kFlagBytes);
-  }
+  __device__ __forceinline__ index_t slot(int step) const { return slot_of(exchange, step); }
 
   // f(piece of the chunk, whether there is one, its numbers' place in x), for whole warps.
   template <typename Function>
@@ -109,24 +92,6 @@ struct Work {
     store_row(y, place, size, true, values);
   }
 
-  __device__ __forceinline__ unsigned long long flag_of(int step) const {
-    return static_cast<unsigned long long>(number) << 32 | static_cast<unsigned>(step + 1);
-  }
-  __device__ __forceinline__ void await(const char* const (&from)[kMaxRanks], int step) {
-    const int peer = static_cast<int>(threadIdx.x);
-    if (peer < kWorld && peer != exchange.rank) {
-      const auto* const flag =
-          reinterpret_cast<const unsigned long long*>(from[peer] + slot(step) + exchange.slot_bytes);
-      while (load_acquire(flag) != flag_of(step) && patience.lasts(exchange, number, peer)) {
-      }
-    }
-    __syncthreads();
-  }
-  // Behind a barrier: what the block has written can be read, and what it has read can be written over.
-  __device__ __forceinline__ void announce(char* to, int step) const {
-    store_release(reinterpret_cast<unsigned long long*>(to + slot(step) + exchange.slot_bytes), flag_of(step));
-  }
-
   __device__ __forceinline__ void scatter(int step) const {
     for (int q = 1; q < kWorld; ++q) {
       const int owner = (exchange.rank + q) % kWorld;
@@ -141,11 +106,11 @@ struct Work {
     }
     __syncthreads();
     const int peer = static_cast<int>(threadIdx.x);
-    if (peer < kWorld && peer != exchange.rank) announce(exchange.scatter_to[peer], step);
+    if (peer < kWorld && peer != exchange.rank) announce(exchange, exchange.scatter_to[peer], number, step);
   }
 
   __device__ __forceinline__ void reduce(int step) {
-    await(exchange.scatter_from, step);
+    await<kWorld>(exchange, exchange.scatter_from, number, step, patience);
     for_pieces(exchange.rank, step, [&](int piece, bool exists, int place) {
       float mine[kWidth<T>], sum[kWidth<T>];
       load(x, place, exists, mine);
@@ -171,11 +136,11 @@ struct Work {
     });
     __syncthreads();
     const int outbox = static_cast<int>(threadIdx.x);
-    if (outbox < exchange.num_outboxes) announce(exchange.gather_to[outbox], step);
+    if (outbox < exchange.num_outboxes) announce(exchange, exchange.gather_to[outbox], number, step);
   }
 
   __device__ __forceinline__ void collect(int step) {
-    await(exchange.gather_from, step);
+    await<kWorld>(exchange, exchange.gather_from, number, step, patience);
     for (int q = 1; q < kWorld; ++q) {
       const int owner = (exchange.rank + q) % kWorld;
       const char* const from = exchange.gather_from[owner] + slot(step);

@@ -20,6 +20,7 @@ from engine.ops import OpTable, cpu_ops
 ROOT = Path(__file__).parent.parent
 HELPERS = {"team"}  # engine/cpu/team.py: the threads of a matrix product, no operation
 FORMATS = {  # stem → ref file
+    "all_gather": "collectives",
     "all_reduce": "collectives",
     "all_reduce_pieces": "collectives",
     "gather_columns": "quant/groups",

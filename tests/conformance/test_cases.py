@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from conformance import all_reduce, all_reduce_pieces, quantize
+from conformance import all_gather, all_reduce, all_reduce_pieces, quantize
 from conformance.attention_biased import SEQS
 from conformance.case import Case
 from conformance.check import check, in_dtype, same_bits
@@ -54,7 +54,7 @@ def test_what_is_skipped_and_why() -> None:
         "attention decode-empty-sequence",
         *(f"attention {half}-one-key-of-131072" for half in ("decode", "prefill")),
         *(f"quantize {case.name}" for case in quantize.cases()),
-        *(f"{case.stem} {case.name}" for case in all_reduce.cases() + all_reduce_pieces.cases()),
+        *(f"{case.stem} {case.name}" for op in (all_gather, all_reduce, all_reduce_pieces) for case in op.cases()),
         *(f"linear_w8 {name}" for name in ("larger-tiles", "larger-tiles-fp8", "larger-tiles-block")),
         "linear_w8 gated-larger-tiles-block",
         *(f"kv_cache_codes {name}" for name in ("write-fp8-part", "write-fp8-padding", "decode-fp8-no-sequence")),

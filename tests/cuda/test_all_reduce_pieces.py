@@ -27,9 +27,6 @@ MUTANTS = (
     *mutants(
         "all_reduce_pieces",
         "all_reduce_pieces.cu",
-        ("nobody waits", "while (load_acquire(flag) != flag_of(step) && ", "while (false && "),
-        ("flags do not say the step", "static_cast<unsigned>(step + 1)", "1u"),
-        ("flags do not say the number", "static_cast<unsigned long long>(number) << 32 | ", ""),
         ("the rest of a division belongs to nobody", " + min(rank, num_units % kWorld)", ""),
         ("a chunk goes past its slice", "return min(chunk, slice(owner + 1) - first(owner, step))", "return chunk"),
         (
@@ -50,8 +47,15 @@ MUTANTS = (
             "chunk * kGroup + piece / kUnit * 2)}, values",
             "chunk * kGroup + (piece / kUnit ^ 1) * 2)}, values",
         ),
-        ("a stage too few", "step % exchange.num_stages)", "step % (exchange.num_stages - 1))"),
         ("the residual is left out", "values[i] += other[i]", "values[i] += 0.0f * other[i]"),
+    ),
+    *mutants(
+        "all_reduce_pieces",
+        "include/exchange.cuh",
+        ("nobody waits", "    while (static_cast<long long>", "    while (false && static_cast<long long>"),
+        ("flags do not say the step", "static_cast<unsigned>(step + 1)", "1u"),
+        ("flags do not say the number", "static_cast<unsigned long long>(number) << 32 | ", ""),
+        ("a stage too few", "step % exchange.num_stages)", "step % (exchange.num_stages - 1))"),
     ),
     *mutants(
         "all_reduce_pieces",

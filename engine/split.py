@@ -1,9 +1,9 @@
 """A rank as a smaller model: which layers, heads, intermediate elements and rows of the vocabulary it has.
 
 Whole layers go to stages (pipeline parallel). Within a stage each layer is cut (tensor parallel): q, k, v, gate and up
-by their outputs, o and down by their inputs, at the same places, so that each rank gives a partial sum. A rank has heads
-that read the same KV head, or all that read some; where ranks outnumber KV heads, several have copies of one. What is
-not cut (norms, routers, q_a and kv_a of latent attention) is on every rank. The bias of a row split and learned
+by their outputs, o and down by their inputs, at the same places, so that each rank gives a partial sum. A rank has
+heads that read the same KV head, or all that read some; where ranks outnumber KV heads, several have copies of one.
+What is not cut (norms, routers, q_a and kv_a of latent attention) is on every rank. The bias of a row split and learned
 positions are added by tp_rank 0 alone. Defined by ref.tensor_parallel and its kin.
 """
 
@@ -23,7 +23,6 @@ from ref.tensor_parallel_vocab import padded_vocab_size
 
 MAX_LISTED = 16  # numbers of ranks that are tried for a message
 ONCE = ("embed_positions", "embed_segments")  # added to the embedding by one rank alone
-PARTS = (HEAD, EMBEDDING, *ONCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ def check_parallel(config: ModelConfig, parallel: ParallelConfig) -> None:
     problems = [f"--tensor-parallel-size {tp}: {problem}" for problem in _hindrances(config, units, tp)]
     if problems:
         possible = [size for size in range(1, max(MAX_LISTED, tp) + 1) if not _hindrances(config, units, size)]
-        problems[-1] += f"; all in all possible are {', '.join(map(str, possible))}"
+        problems.append(f"this model can have --tensor-parallel-size {', '.join(map(str, possible))}")
     if num_stages > config.n_layers:
         problems.append(
             f"--pipeline-parallel-size {num_stages}: {config.n_layers} layers leave a stage without one; possible are "
@@ -125,9 +124,11 @@ def _hindrances(config: ModelConfig, units: Units, tp: int) -> list[str]:
         found.append(str(error))
     for name, size in units.sizes.items():
         unit = units.inner[name]
-        if tp > -(-size // unit):
-            runs = f"{-(-size // unit)} runs of {unit} that stay together, " if unit > 1 else ""
-            found.append(f"{name} {size} has {runs}fewer than {tp} ranks")
+        num_runs = -(-size // unit)
+        if tp > num_runs and unit > 1:
+            found.append(f"{name} {size} has {num_runs} runs of {unit} that stay together, fewer than {tp} ranks")
+        elif tp > num_runs:
+            found.append(f"{name} {size} is fewer than {tp}")
     return found
 
 

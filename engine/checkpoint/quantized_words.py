@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.checkpoint.quantized_cuts import cut_tensor
-from engine.checkpoint.stored_tensor import StoredTensor, map_bytes
-from engine.checkpoint.stored_words import StoredPart, StoredWords, integers_of, mapped
+from engine.checkpoint.stored_tensor import StoredTensor, map_bytes, pieces
+from engine.checkpoint.stored_words import TYPES, StoredPart, StoredWords, integers_of
 from engine.packed4 import SYMMETRIC_ZERO, Layout, word_shapes
 from engine.weights import LinearSpec, StoredModule, WeightMap
 from ref.quant.awq import AwqConfig
@@ -28,6 +27,7 @@ NAMES: dict[Layout, tuple[str, str, str, str]] = {  # of words, scales, zeros, a
 KINDS = (("I32",), ("F16", "BF16", "F32"), ("I32",))  # of words, scales and zeros
 INTEGERS: dict[str, np.dtype[Any]] = {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
 NEIGHBOURS = np.empty(0, np.int32)
+INFINITE = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F800000}  # bits
 EXACT_BF16 = 0x3700, 0x477F  # bits of 2⁻¹⁷ and 65280: all bfloat16 between them are float16 too
 
 
@@ -153,14 +153,15 @@ def _order(
         )
     if layout == "rows" and not must and not np.array_equal(g_idx, regular):
         raise ValueError(f"{name} is stored in another order than neighbours, but the config has no actorder")
-    order = np.argsort(g_idx, kind="stable").astype(np.int32)
     if np.array_equal(g_idx, regular):
         return NEIGHBOURS
+    order = np.argsort(g_idx, kind="stable").astype(np.int32)
     return order[part.start : part.stop] if np.array_equal(g_idx[order], regular) else None
 
 
 def _require_symmetric(part: StoredPart, offset: int) -> None:
-    if part.zeros is not None and np.any(mapped(part.zeros).view(np.uint32) != 0x11111111 * (SYMMETRIC_ZERO - offset)):
+    word = np.uint32(0x11111111 * (SYMMETRIC_ZERO - offset))
+    if part.zeros is not None and any(np.any(piece.view(np.uint32) != word) for piece in pieces(part.zeros)):
         suffix = part.zeros.name.rpartition(".")[2]
         raise ValueError(f"the config says symmetric, but {suffix} holds other zeros than {SYMMETRIC_ZERO}")
 
@@ -168,21 +169,28 @@ def _require_symmetric(part: StoredPart, offset: int) -> None:
 def _scales_fit(one: StoredWords) -> bool:
     """Whether float16 holds the scales of a module. Raises ValueError for those that make no sense."""
     (part,) = one.parts
-    scales = mapped(part.scales)
-    bits: NDArray[Any] = scales.view(f"u{scales.itemsize}")
-    bits = bits & bits.dtype.type(np.iinfo(bits.dtype).max >> 1)  # without signs
-    least, most = int(bits.min()), int(bits.max())
-    suffix = part.scales.name.rpartition(".")[2]
-    if most >= {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F800000}[part.scales.dtype]:
-        raise ValueError(f"{suffix} must be finite, found {scales[~np.isfinite(scales)][0]}")
-    if not least:
+    dtype, suffix = part.scales.dtype, part.scales.name.rpartition(".")[2]
+    fit, has_zero = True, False
+    for piece in pieces(part.scales):
+        scales = piece.view(TYPES[dtype])
+        bits: NDArray[Any] = scales.view(f"u{scales.itemsize}")
+        least, most = int(bits.min()), int(bits.max())
+        if most >= INFINITE[dtype]:
+            bits = bits & bits.dtype.type(np.iinfo(bits.dtype).max >> 1)  # without signs
+            least, most = int(bits.min()), int(bits.max())
+        if most >= INFINITE[dtype]:
+            raise ValueError(f"{suffix} must be finite, found {scales[~np.isfinite(scales)][0]}")
+        has_zero = has_zero or not least
+        is_exact = dtype == "F16" or (dtype == "BF16" and EXACT_BF16[0] <= least and most <= EXACT_BF16[1])
+        fit = fit and (is_exact or _are_float16(scales))
+    if has_zero:
         _require_nothing_lost(one, suffix)
-    if scales.dtype == np.float16 or (
-        scales.dtype == ml_dtypes.bfloat16 and EXACT_BF16[0] <= least and most <= EXACT_BF16[1]
-    ):
-        return True
+    return fit
+
+
+def _are_float16(values: NDArray[Any]) -> bool:
     with np.errstate(over="ignore"):
-        return bool(np.array_equal(scales.astype(np.float16).astype(np.float32), scales.astype(np.float32)))
+        return bool(np.array_equal(values.astype(np.float16).astype(np.float32), values.astype(np.float32)))
 
 
 def _require_nothing_lost(one: StoredWords, suffix: str) -> None:

@@ -24,6 +24,7 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
 BLOCK = 32  # weights that share a scale
+PIECE_BYTES = 512 << 10
 BLOCKS_AT_ONCE = 8192  # decoded together: 1 MiB of float32, which stays in a core's cache
 
 
@@ -163,6 +164,20 @@ def open_bytes(tensor: StoredTensor) -> Iterator[Callable[[Bytes, int], None]]:
         raise CheckpointError(
             f"{tensor.file}: cannot read {tensor.name}, the file has changed since the start: {error}"
         ) from error
+
+
+def pieces(tensor: StoredTensor) -> Iterator[Bytes]:
+    """Its bytes in order, PIECE_BYTES at a time, each until the next: in a core's cache, and no page is mapped.
+
+    Raises:
+        CheckpointError: the file has changed.
+    """
+    buffer = np.empty(min(PIECE_BYTES, tensor.num_bytes), np.uint8)
+    with open_bytes(tensor) as fill:
+        for first in range(0, tensor.num_bytes, PIECE_BYTES):
+            part = buffer[: tensor.num_bytes - first]
+            fill(part, first)
+            yield part
 
 
 def _in_rotary_order(raw: Bytes, tensor: StoredTensor) -> Bytes:

@@ -32,6 +32,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--model", metavar="DIR", help="only what this model launches")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write it there too")
     args = parser.parse_args(arguments)
+    if args.json is not None:
+        try:
+            args.json.open("a").close()  # asked before minutes of compiling, not behind them
+        except OSError as error:
+            parser.error(f"--json {args.json}: cannot be written: {error.strerror}")
     try:
         if args.model is None:
             configs = [model_config_from_hf(shape, None, name) for name, shape in MODEL_SHAPES.items()]

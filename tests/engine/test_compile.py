@@ -322,3 +322,12 @@ def test_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr("engine.kernels.__main__.compile_all", lambda wanted, *args: dict.fromkeys(wanted, many))
     assert main(["--arch", "sm_86"]) == 1
     assert "66 registers x 1024 threads are more than an SM has" in capsys.readouterr().out
+
+
+def test_a_report_that_cannot_be_written_is_said_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("engine.kernels.__main__.compile_all", None)  # nothing may be compiled
+    with pytest.raises(SystemExit, match="2"):
+        main(["--json", str(tmp_path / "nowhere" / "report.json")])
+    assert "report.json: cannot be written: No such file or directory" in capsys.readouterr().err

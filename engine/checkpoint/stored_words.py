@@ -42,6 +42,16 @@ class StoredPart:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadPart:
+    """The same as arrays, of the rows and columns that the layer has, in its order."""
+
+    rows: int
+    words: Array
+    scales: Array
+    zeros: Array | None
+
+
+@dataclass(frozen=True, slots=True)
 class StoredWords:
     """A layer. Its parts are alike, and have zeros all or none. Of a rank they may have more columns of words than the
     layer, and more rows: order and row_order then say which are the layer's."""
@@ -60,7 +70,7 @@ class StoredWords:
         """Whether its parts have more than the layer."""
         rows = self.row_order is not None and len(self.row_order) < self.parts[0].rows
         shapes = word_shapes(self.layout, self.parts[0].rows, self.in_features, 1)
-        return rows or self.parts[0].words.shape != shapes[0]
+        return rows or tuple(self.parts[0].words.shape) != shapes[0]
 
 
 def mapped(tensor: StoredTensor) -> Array:
@@ -82,6 +92,33 @@ def integers_of(stored: StoredWords) -> tuple[Array, Array, Array]:
         rows = np.concatenate([stored.row_order, stored.row_order + len(q) // 2])
         q, scales, zeros = q[rows], scales[rows], zeros[rows]
     return q, scales, zeros
+
+
+def pick(stored: StoredWords) -> list[ReadPart]:
+    """The parts with no more than the layer has, in its order of rows and columns."""
+    rows = np.arange(stored.parts[0].rows) if stored.row_order is None else stored.row_order
+    along_rows, along_columns = (0, 1) if stored.layout == "rows" else (1, 0)  # axes of words, scales and zeros
+    parts = []
+    for part in stored.parts:
+        words = mapped(part.words)
+        if stored.order is not None:
+            words = _pick_numbers(words, stored.order, along_columns)
+        if stored.row_order is not None:
+            words = words.take(rows, along_rows)
+        zeros = None if part.zeros is None else _pick_numbers(mapped(part.zeros), rows, along_rows)
+        parts.append(ReadPart(len(rows), words, mapped(part.scales).take(rows, along_rows), zeros))
+    return parts
+
+
+def _pick_numbers(words: Array, order: NDArray[Any], axis: int) -> Array:
+    """Words of the numbers at these places of an axis along which 8 are in a word, the first in the lowest bits."""
+    found = np.moveaxis(words.view(np.uint32), axis, 0)
+    made = np.zeros((len(order) // 8, found.shape[1]), np.uint32)
+    for place in range(8):
+        numbers = order[place::8]
+        shifts = (4 * (numbers % 8)).astype(np.uint32)[:, None]
+        made |= (found[numbers // 8] >> shifts & np.uint32(15)) << np.uint32(4 * place)
+    return np.ascontiguousarray(np.moveaxis(made, 0, axis)).view(np.int32)
 
 
 def pack_words(stored: StoredWords) -> dict[str, Array]:

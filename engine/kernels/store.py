@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.checkpoint.stored_tensor import Bytes, StoredTensor, open_bytes, read_into
-from engine.checkpoint.stored_words import TYPES, StoredWords, pack_words
+from engine.checkpoint.stored_words import TYPES, StoredWords, pack_words, pick
 from engine.kernels.device import Device
 from engine.kernels.repack import MAX_PARTS, Part, repack4
 from engine.system import usable_cores
@@ -97,7 +97,7 @@ class GpuStore:
         return room
 
     def repack(self, stored: StoredWords) -> dict[str, Array]:
-        if len(stored.parts) > MAX_PARTS or stored.is_picked:
+        if len(stored.parts) > MAX_PARTS:
             return {name: self.put(array) for name, array in pack_words(stored).items()}
         sent: list[Future[None]] = []
 
@@ -106,23 +106,29 @@ class GpuStore:
             sent.extend(self._send(lambda: open_bytes(tensor), room))
             return room
 
-        def order(array: NDArray[np.int32] | None) -> Array | None:
+        def copied(array: NDArray[Any] | None) -> Array | None:
             if array is None:
                 return None
             room = self.empty(array.shape, array.dtype)
             sent.extend(self._copy(array, room))
             return room
 
-        parts = [
-            Part(
-                part.rows,
-                as_it_is(part.words),
-                as_it_is(part.scales),
-                None if part.zeros is None else as_it_is(part.zeros),
-            )
-            for part in stored.parts
-        ]
-        orders = {"order": order(stored.order), "row_order": order(stored.row_order)}
+        if stored.is_picked:  # of a rank, with act-order
+            parts = [
+                Part(part.rows, copied(part.words), copied(part.scales), copied(part.zeros)) for part in pick(stored)
+            ]
+            orders = {}
+        else:
+            parts = [
+                Part(
+                    part.rows,
+                    as_it_is(part.words),
+                    as_it_is(part.scales),
+                    None if part.zeros is None else as_it_is(part.zeros),
+                )
+                for part in stored.parts
+            ]
+            orders = {"order": copied(stored.order), "row_order": copied(stored.row_order)}
         tensors: dict[str, Array] = {}
         facts: dict[str, Any] = {"zero_offset": stored.zero_offset, "gated": stored.gated, **orders}
 

@@ -19,20 +19,23 @@ import numpy as np
 import pytest
 
 import engine
-from conformance.golden_formats import format_model
+from conformance.golden_formats import FORMAT_FAMILIES, format_folder, format_model
 from conformance.golden_models import write_safetensors
 from conformance.host_device import HostDevice
 from engine.checkpoint.folder import folder_tensors
 from engine.checkpoint.loader import load_model_config, load_weights
 from engine.checkpoint.quantized import keep_packed
 from engine.checkpoint.source import resolve
+from engine.config import ParallelConfig
 from engine.errors import CheckpointError
 from engine.kernels.device import Argument, Dims, Instance
 from engine.models.registry import ARCHITECTURES
+from engine.split import rank_weights
 from tests.engine import gpu_stand_in as stand_in
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SHAPES = {"first": (40, 33), "second": (7, 5), "third": (64,), "last": (40, 33)}
+EVEN = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 128}  # which two ranks can share in tiles of 128
 
 
 class LazyDevice:
@@ -165,6 +168,26 @@ def test_a_quantized_folder(store_module: ModuleType, name: str, tmp_path: Path)
     )
     num_arrays = sum(len(weight.tensors) for weight in found.linears.values()) + len(found.arrays)
     assert pool.num_bytes <= found.num_bytes + layer + 512 * num_arrays
+
+
+@pytest.mark.parametrize("name", ["gptq_act_order", "gptq", "awq", "ct_int4", "ct_int8"])
+def test_a_rank_of_a_quantized_folder(store_module: ModuleType, name: str, tmp_path: Path) -> None:
+    """Columns come up row by row; with act-order those rows and columns alone that the rank has."""
+    source = resolve(str(format_folder(tmp_path, FORMAT_FAMILIES["llama"] | EVEN, name)))
+    config = load_model_config(source)
+    whole = ARCHITECTURES[config.architecture].weight_map(config)
+    for rank in range(2):
+        weight_map = keep_packed(rank_weights(whole, config, ParallelConfig(rank, 2, 1)))
+        wanted = load_weights(source, weight_map, progress=False)
+        store = store_module.GpuStore(BF16, LazyDevice())
+        found = load_weights(source, weight_map, store, progress=False)
+        store.finish()
+        for dest, weight in wanted.linears.items():
+            assert found.linears[dest].tensors.keys() == weight.tensors.keys()
+            for key, tensor in weight.tensors.items():
+                values = tensor.astype(BF16) if weight.format == "dense" else tensor
+                arrived = stand_in.raw(found.linears[dest].tensors[key])
+                np.testing.assert_array_equal(arrived, values, err_msg=f"{dest} {key}")
 
 
 def test_a_file_that_became_shorter(store_module: ModuleType, tensors: dict[str, np.ndarray], tmp_path: Path) -> None:

@@ -8,18 +8,21 @@ import pytest
 from conformance.engine_run import make_runner, run_chunks
 from conformance.golden_families import FAMILY_GOLDENS, family_model, family_prompts
 from conformance.golden_formats import FORMAT_FAMILIES, FORMATS, format_folder
-from conformance.golden_models import GOLDENS, Config, golden_model, random_ids
+from conformance.golden_models import GOLDENS, Config, golden_model, random_ids, write_stored
 from engine.checkpoint import quantized_folder, quantized_words, store, stored_tensor, stored_words
 from engine.checkpoint.loader import load_model_config, load_weights
 from engine.checkpoint.quantized import keep_packed
+from engine.checkpoint.safetensors_file import read_header
 from engine.checkpoint.source import resolve
 from engine.checkpoint.stored_tensor import StoredTensor
+from engine.checkpoint.stored_words import StoredPart, StoredWords, integers_of, pick
 from engine.config import ParallelConfig
 from engine.models.registry import ARCHITECTURES
 from engine.ops import cpu_ops
-from engine.packed4 import PACKED, PACKED_GATED
+from engine.packed4 import PACKED, PACKED_GATED, Layout, word_shapes
 from engine.split import rank_weights
 from engine.weights import Weights
+from ref.quant.groups import unpack_words
 from tests.engine.split_ranks import all_ranks, decoding_ops, ranks_as_one
 
 OPS = cpu_ops()
@@ -146,3 +149,33 @@ def test_a_rank_reads_its_bytes_alone(
         assert sum(reads.values()) < 0.6 * whole  # three tiles of 128 are two and one
         together += sum(reads.values())
     assert whole <= together < 1.03 * whole
+
+
+@pytest.mark.parametrize("layout", ["gptq", "rows"])
+def test_rows_and_columns_are_picked_from_words(tmp_path: Path, layout: Layout) -> None:
+    """What is picked before a GPU puts it in order is what NumPy makes of the whole."""
+    rng = np.random.default_rng(1)
+    tensors = {}
+    for name, shape in zip(("words", "scales", "zeros"), word_shapes(layout, 32, 128, 2), strict=True):
+        tensors[name] = (
+            rng.random(shape).astype(np.float16) if name == "scales" else rng.integers(0, 2**31, shape, np.int32)
+        )
+    write_stored(tmp_path / "t.safetensors", tensors)
+    stored = read_header(tmp_path / "t.safetensors")
+    part = StoredPart(32, stored["words"], stored["scales"], stored["zeros"])
+    columns = rng.permutation(128)[:64].astype(np.int32)
+    rows = rng.permutation(32)[:16].astype(np.int32)
+    for order, row_order in ((columns, None), (None, rows)):
+        in_features = 128 if order is None else 64
+        layer = StoredWords(layout, (part, part), in_features, in_features // 2, 1, True, order, row_order)
+        assert layer.is_picked
+        q, scales, zeros = integers_of(layer)
+        axes = (0, 1) if layout == "rows" else (1, 0)
+        for found, first in zip(pick(layer), (0, len(q) // 2), strict=True):
+            own = slice(first, first + found.rows)
+            unpacked = unpack_words(found.words, 4, axis=axes[1])
+            np.testing.assert_array_equal(unpacked if layout == "rows" else unpacked.T, q[own])
+            unpacked = unpack_words(found.zeros, 4, axis=axes[0])
+            unpacked = unpacked if layout == "rows" else unpacked.T + np.uint8(1) & np.uint8(15)
+            np.testing.assert_array_equal(unpacked, zeros[own])
+            np.testing.assert_array_equal(found.scales if layout == "rows" else found.scales.T, scales[own])

@@ -1,4 +1,5 @@
-"""`python -m engine.bench offline | bookkeeping | weights | streaming | serve | soak | quality`; each with --help."""
+"""`python -m engine.bench offline | bookkeeping | weights | streaming | serve | soak | quality | ranks | wires`; each
+with --help."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from engine.bench import bookkeeping, load, offline, quality, shapes, soak, streaming, weights
+from engine.bench import bookkeeping, load, offline, quality, ranks, shapes, soak, streaming, weights, wires
 from engine.bench.arguments import positive, positive_list, report_file_or_output
 from engine.bench.model_shapes import QUANTS, SHAPES
 from engine.config import CUDA_ARCHES, EngineConfig
@@ -26,7 +27,9 @@ def main(argv: list[str]) -> int:
     soak.add_arguments(
         commands.add_parser("soak", help="a crowd on a running server: right answers, nothing left behind")
     )
+    ranks.add_arguments(commands.add_parser("ranks", help="under mpirun: delay of plans, idle ranks"))
     quality.add_arguments(commands.add_parser("quality", help="what quantized weights cost: perplexity, KL, top-1"))
+    wires.add_arguments(commands.add_parser("wires", help="under mpirun: what sums over ranks cost: KL, top-1"))
     arguments = parser.parse_args(argv)
     set_up_logging("bench", "WARNING")
     try:

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +20,12 @@ from engine.comm import futex
 from engine.comm.board import Record
 from engine.comm.ranks import Ranks, World
 from engine.comm.segment import LINE, Segment
+from engine.system import usable_cores
 
-SPIN_S = 20e-6  # a follower that waits longer sleeps
+# A follower that waits longer sleeps; to wake it takes tens of microseconds, or hundreds on a virtual machine. Where
+# there are cores for all, it spins for as long as rank 0 takes from one step to the next.
+SPIN_S, LONG_SPIN_S = 20e-6, 2e-3
+CORES_PER_RANK = 2  # from so many on there are
 SLEEP_S = 1.0  # then it looks again
 FIRST_NAP_S, LONGEST_NAP_S = 50e-6, 2e-3  # of who polls MPI, or waits for readers: long enough to burn no core
 TAG = 11
@@ -69,19 +72,20 @@ def unpack(numbers: Int32) -> Message:
     kind, step, num_seqs, num_tokens, width, num_decodes = numbers[:HEAD].tolist()
     if kind != Kind.STEP:
         return Message(Kind(kind))
-    sizes = [num_seqs] * len(SCALARS) + [num_seqs + 1, num_tokens, num_seqs * width]
-    ends = np.cumsum([HEAD, *sizes]).tolist()
-    parts = [numbers[low:high] for low, high in pairwise(ends)]
-    slots, starts, num_logits, samples, rope_lens, two_way_lens, cu_seqlens_q, token_ids, blocks = parts
+    scalars = numbers[HEAD : HEAD + len(SCALARS) * num_seqs].reshape(len(SCALARS), num_seqs)
+    slots, starts, num_logits, samples, rope_lens, two_way_lens = scalars
+    lens = HEAD + len(SCALARS) * num_seqs
+    ids = lens + num_seqs + 1
+    blocks = ids + num_tokens
     plan = StepPlan(
         step=step,
         slots=slots,
         starts=starts,
-        cu_seqlens_q=cu_seqlens_q,
-        token_ids=token_ids,
-        block_table=blocks.reshape(num_seqs, width),
+        cu_seqlens_q=numbers[lens:ids],
+        token_ids=numbers[ids:blocks],
+        block_table=numbers[blocks : blocks + num_seqs * width].reshape(num_seqs, width),
         num_logits=num_logits,
-        samples=samples.astype(np.bool_),
+        samples=samples != 0,
         rope_lens=rope_lens,
         two_way_lens=two_way_lens,
         num_decodes=num_decodes,
@@ -98,6 +102,7 @@ class SharedPlaces:
 
     def __init__(self, segment: Segment, num_readers: int, num_places: int, capacity: int) -> None:
         """capacity: numbers in the largest message."""
+        self._spin_s = LONG_SPIN_S if usable_cores() >= CORES_PER_RANK * (1 + num_readers) else SPIN_S
         self._words = segment.words
         self._sequence = segment.word32(0)
         self._readers = range(num_readers)
@@ -131,7 +136,7 @@ class SharedPlaces:
         """The next message for a reader, copied."""
         mine = self._word_of(reader)
         seen: int = self._words[mine]
-        spin_until = time.perf_counter() + SPIN_S
+        spin_until = time.perf_counter() + self._spin_s
         while self._sequence.value == seen & WORD:
             if time.perf_counter() > spin_until:
                 futex.wait(self._sequence, seen & WORD, SLEEP_S)

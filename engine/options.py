@@ -139,8 +139,9 @@ OPTIONS = (
     Option(
         "allreduce",
         text,
-        "what ranks send each other when they add up, on a CPU; auto is float32",
-        metavar="auto|float32|bfloat16|int8|int8-plain",
+        "what ranks send each other when they add up: auto is exact; int8 and int8-plain where it is quicker; of CPUs "
+        "float32 or bfloat16; of GPUs one way of those that are measured at start: window of the host, peer memory, NCCL",
+        metavar="auto|float32|bfloat16|int8|int8-plain|window|peer|nccl",
     ),
     Option("dual_stream", text, "overlap of sums and compute", served=("auto", "off"), instead="it needs ranks"),
     Option(

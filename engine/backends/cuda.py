@@ -21,6 +21,7 @@ from engine.checkpoint.quantized import keep_packed
 from engine.checkpoint.source import ModelSource
 from engine.coded8 import FP8
 from engine.comm.communicator import Communicator, OneRank
+from engine.comm.gpu_ranks import join_gpus
 from engine.comm.mpi_sums import MpiComm
 from engine.config import EngineConfig, ModelConfig, ParallelConfig, StepLimits
 from engine.errors import ConfigError, KernelError
@@ -46,6 +47,7 @@ from engine.weights import ActivationKind, WeightMap, Weights, with_activations
 
 LIMITS = StepLimits(max_num_seqs=256, max_num_batched_tokens=8192)  # unless the user says others
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+MAX_WAITING_BLOCKS = 64  # of a kernel that waits for other ranks: a link is full from about 16 on
 GONE = "another program has taken memory meanwhile, or --gpu-memory-utilization is too high"
 
 logger = logging.getLogger(__name__)
@@ -79,6 +81,7 @@ class CudaBackend:
         self._sampling = KernelSampling(self._gpu, num_rows)
         self._recorder = Recorder(kernel_ops(self._gpu, self._sampling))
         self.ops = self._recorder.ops
+        self._comm: Communicator = OneRank(self.ops)
         properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
         self._name = properties["name"].decode()
         self.description = (
@@ -89,9 +92,14 @@ class CudaBackend:
     def make_comm(
         self, world: MpiComm | None, parallel: ParallelConfig, model_config: ModelConfig, config: EngineConfig
     ) -> Communicator:
-        if world is not None:
-            raise ConfigError("ranks have no GPUs yet; use --device cpu, or one rank")
-        return OneRank(self.ops)
+        if world is None:
+            return self._comm
+        self.overlaps = False  # a rank other than 0 knows what was sampled from the next plan alone
+        max_blocks = min(MAX_WAITING_BLOCKS, self._gpu.num_sms)
+        self._comm = join_gpus(
+            self.ops, self._gpu, world, parallel, model_config, self._dtype, config.allreduce, max_blocks
+        )
+        return self._comm
 
     def load(self, source: ModelSource, weight_map: WeightMap, config: EngineConfig, progress: bool) -> Weights:
         self._gpu.prepare(self._notes.instances, progress)
@@ -110,7 +118,7 @@ class CudaBackend:
         pools.trim()
         with _room_for(f"a step of --max-num-batched-tokens {limits.max_num_batched_tokens}", "set that lower"):
             one_block = self._make_cache(model, 1, config.block_size)
-            forward = self._forward(limits, model, OneRank(self.ops), one_block, num_positions)
+            forward = self._forward(limits, model, self._comm, one_block, num_positions)
             before = pools.num_bytes
             self._try_largest_step(forward, model, limits)
         free, total = cupy.cuda.Device().mem_info
@@ -125,7 +133,7 @@ class CudaBackend:
             *forward.buffers(),
             *self._sampling.buffers(),
             *of_gpu,
-            graph_buffer(tried, limits, *sizes, geometry.n_layers, hidden_bytes),
+            graph_buffer(tried, limits, *sizes, len(geometry.layers), hidden_bytes),
             Buffer(WORKSPACE, tried, STEP, note="one piece, for the largest step as tried"),
             Buffer("staging of weights", STAGING_BYTES, LOADING, "host", "at most"),
             *_words_as_stored(weights),
@@ -147,8 +155,11 @@ class CudaBackend:
         what a step leaves behind may lie between the arrays of the next.
         """
         hidden = forward.try_prompt(limits.max_num_batched_tokens)
-        logits = model.logits(hidden[: max(limits.max_num_seqs, PROMPT_LOGPROB_ROWS)])
-        cupy.empty_like(logits)
+        if self._comm.is_last:
+            part = model.logits(hidden[: max(limits.max_num_seqs, PROMPT_LOGPROB_ROWS)])
+            logits = self._comm.gather_logits(part)
+            if logits is not None:
+                cupy.empty_like(logits)
         self._stream.synchronize()
 
     def make_cache(self, model: Model, plan: MemoryPlan) -> KVCache:
@@ -177,7 +188,9 @@ class CudaBackend:
         with _room_for("CUDA graphs", GONE):
             for num_tokens in (*range(1, 33), *range(40, 257, 8)):  # a linear layer's kernel goes by the number of rows
                 if num_tokens <= limits.max_num_batched_tokens:
-                    model.logits(forward.try_prompt(num_tokens))
+                    hidden = forward.try_prompt(num_tokens)
+                    if comm.is_last:
+                        comm.gather_logits(model.logits(hidden))
             forward.capture(graph_sizes(limits.max_num_seqs), piece_sizes(limits.max_num_batched_tokens))
         return forward
 

@@ -53,6 +53,7 @@ class Channel:
     capacity: int  # packets of a slot
     max_blocks: int
     struct: np.void
+    state: Array  # see make_channel
     memory: tuple[Array, ...]
 
 
@@ -98,7 +99,7 @@ def make_channel(
     struct["capacity"], struct["patience"] = capacity, int(patience_s * 1e9)
     struct["num_outboxes"], struct["rank"], struct["world_size"] = len(outboxes), rank, world_size
     struct["id"] = number
-    return Channel(rank, world_size, capacity, max_blocks, struct, (*outboxes, inbox, state, alarm))
+    return Channel(rank, world_size, capacity, max_blocks, struct, state, (*outboxes, inbox, alarm))
 
 
 def slots_bytes(world_size: int, num_bytes: int) -> int:
@@ -177,6 +178,7 @@ class Exchange:
     world_size: int
     slots: Slots
     struct: np.void
+    state: Array  # see make_channel
     memory: tuple[Array, ...]
 
 
@@ -217,4 +219,4 @@ def make_exchange(
     struct["slot_bytes"], struct["num_stages"] = slots.slot_bytes, slots.num_stages
     struct["num_outboxes"], struct["rank"], struct["world_size"] = len(readers), rank, world_size
     struct["id"] = number
-    return Exchange(rank, world_size, slots, struct, (*inboxes, state, alarm))
+    return Exchange(rank, world_size, slots, struct, state, (*inboxes, alarm))

@@ -66,7 +66,7 @@ def run_dry(
     Raises:
         KernelError: the model needs what has no kernel.
     """
-    one_layer = replace(config, n_layers=1)  # the others launch the same
+    one_layer = replace(config, n_layers=1, stage_layers=None)  # the others launch the same
     architecture = ARCHITECTURES[config.architecture]
     ops = kernel_ops(notes, KernelSampling(notes, limits.max_num_seqs))
     weight_map = keep_packed(architecture.weight_map(one_layer))

@@ -1,0 +1,147 @@
+"""All memory through which the GPUs of a group of ranks exchange numbers, and what kernels are told of it."""
+
+from __future__ import annotations
+
+import logging
+
+import cupy
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.comm.host_window import HostWindow
+from engine.comm.meeting import Meeting
+from engine.comm.peer import PeerMemory
+from engine.errors import ConfigError
+from engine.kernels.channel import (
+    STATE_WORDS,
+    Channel,
+    Exchange,
+    Report,
+    Slots,
+    alarm_words,
+    make_channel,
+    make_exchange,
+    reports,
+    slots_bytes,
+)
+from engine.kernels.device import Array
+
+logger = logging.getLogger(__name__)
+
+ONE_TRIP_BYTES = 1 << 20  # of the largest array that goes in one trip
+PATIENCE_S = 30.0
+WINDOW, PEER = "window", "peer"
+ALIGNMENT = 4096
+
+
+class Links:
+    """Ways between the GPUs of a group of ranks of one host, of one stream each.
+
+    channels, exchanges: by the memory that they go through, WINDOW always and PEER where GPUs reach each other.
+    gathers: an exchange for parts of rows.
+
+    Args:
+        number: of the group, in reports.
+        has_peer: whether memory of other GPUs is tried.
+        max_blocks: of a kernel that waits.
+    Raises:
+        ConfigError: on all ranks, where there is no window of the host.
+    """
+
+    def __init__(
+        self, meeting: Meeting, number: int = 0, has_peer: bool = True, max_blocks: int = 64, slots: Slots | None = None
+    ) -> None:
+        self.meeting, self._number, self._max_blocks = meeting, number, max_blocks
+        world_size = meeting.size
+        self.slots = slots or Slots(slot_bytes=max(512, 32768 // world_size // 512 * 512))
+        alarm_bytes, trip_bytes = 4 * alarm_words(world_size), slots_bytes(world_size, ONE_TRIP_BYTES)
+        inbox_bytes = self.slots.inbox_bytes(world_size, True)
+        sizes = alarm_bytes, trip_bytes, *(2 * world_size * (inbox_bytes,))
+        self._window = HostWindow(meeting, sum(map(_aligned, sizes)))
+        alarm, trips, *inboxes = _cut(self._window.array, sizes)
+        self._alarm = alarm.view(np.uint32)
+        self._alarm_on_host: NDArray[np.uint32] = self._window.host[:alarm_bytes].view(np.uint32)
+        self.channels = {WINDOW: self._channel([trips], trips)}
+        self.exchanges = {WINDOW: self._exchange(inboxes[:world_size], True)}
+        self.gathers = self._exchange(inboxes[world_size:], True)
+        self._peer: PeerMemory | None = None
+        if has_peer:
+            self._add_peer(trip_bytes)
+
+    def _add_peer(self, trip_bytes: int) -> None:
+        world_size, rank = self.meeting.size, self.meeting.rank
+        sizes = trip_bytes, *(2 * (self.slots.inbox_bytes(world_size, False),))
+        try:
+            self._peer = PeerMemory(self.meeting, sum(map(_aligned, sizes)))
+        except ConfigError as error:
+            logger.info("GPUs do not reach each other's memory: %s", error)
+            return
+        cut = [_cut(part, sizes) for part in self._peer.parts]
+        others = [trips for peer, (trips, _, _) in enumerate(cut) if peer != rank]
+        self.channels[PEER] = self._channel(others, cut[rank][0])
+        self.exchanges[PEER] = self._exchange([part[1] for part in cut], False)
+        self.gathers = self._exchange([part[2] for part in cut], False)
+
+    def _channel(self, outboxes: list[Array], inbox: Array) -> Channel:
+        return make_channel(
+            self.meeting.rank,
+            self.meeting.size,
+            outboxes=outboxes,
+            inbox=inbox,
+            state=cupy.zeros(STATE_WORDS, np.uint32),
+            alarm=self._alarm,
+            number=self._number,
+            patience_s=PATIENCE_S,
+            max_blocks=self._max_blocks,
+        )
+
+    def _exchange(self, inboxes: list[Array], is_window: bool) -> Exchange:
+        return make_exchange(
+            self.meeting.rank,
+            self.meeting.size,
+            inboxes=inboxes,
+            is_window=is_window,
+            state=cupy.zeros(STATE_WORDS, np.uint32),
+            alarm=self._alarm,
+            slots=self.slots,
+            number=self._number,
+            patience_s=PATIENCE_S,
+        )
+
+    def reports(self) -> list[Report]:
+        """Of ranks that gave up waiting. Where the alarm was given, nobody waits any more, and sums are wrong."""
+        return reports(self._alarm_on_host) if self._alarm_on_host[0] else []
+
+    def forget(self) -> None:
+        """After a way has failed, and all ranks have stopped: the alarm is over."""
+        cupy.cuda.Device().synchronize()
+        self.meeting.allgather(None)
+        if self.meeting.rank == 0:
+            self._alarm_on_host[...] = 0
+        states = [channel.state for channel in self.channels.values()]
+        states += [exchange.state for exchange in (*self.exchanges.values(), self.gathers)]
+        for state in states:
+            state[1:] = 0  # the numbers stay, which are the same on all ranks
+        self.meeting.allgather(None)
+
+    def give_alarm(self) -> None:
+        """Ends all waiting."""
+        self._alarm_on_host[0] = 1
+
+    def close(self) -> None:
+        """Nothing may use it any more."""
+        cupy.cuda.Device().synchronize()
+        self.meeting.allgather(None)
+        self._window.close()
+        if self._peer is not None:
+            self._peer.close()
+
+
+def _aligned(num_bytes: int) -> int:
+    return ALIGNMENT * -(-num_bytes // ALIGNMENT)
+
+
+def _cut(whole: Array, sizes: tuple[int, ...]) -> list[Array]:
+    """Arrays of these sizes, each at a multiple of ALIGNMENT."""
+    ends = np.cumsum([_aligned(size) for size in sizes]).tolist()
+    return [whole[end - _aligned(size) :][:size] for end, size in zip(ends, sizes, strict=True)]

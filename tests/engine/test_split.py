@@ -1,5 +1,6 @@
 """A model on several ranks gives what it gives on one: families, formats, uneven sizes, stages."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from conformance.engine_run import make_runner, run_chunks
 from conformance.golden_families import FAMILY_GOLDENS, family_model, family_prompts
-from conformance.golden_formats import FORMAT_FAMILIES, FORMATS, format_folder
+from conformance.golden_formats import FORMAT_FAMILIES, FORMATS, GROUP, Format, format_folder, grouped
 from conformance.golden_models import GOLDENS, Config, golden_model, random_ids, write_stored
 from engine.checkpoint import quantized_folder, quantized_words, store, stored_tensor, stored_words
 from engine.checkpoint.loader import load_model_config, load_weights
@@ -22,6 +23,8 @@ from engine.ops import cpu_ops
 from engine.packed4 import PACKED, PACKED_GATED, Layout, word_shapes
 from engine.split import rank_weights
 from engine.weights import Weights
+from ref.quant.compressed_tensors import ct_pack
+from ref.quant.gptq import gptq_pack
 from ref.quant.groups import unpack_words
 from tests.engine.split_ranks import all_ranks, decoding_ops, ranks_as_one
 
@@ -97,6 +100,33 @@ def test_layers_that_stay_integers_or_codes(tmp_path: Path, name: str, tp: int) 
     """As their kernels have them; with act-order a rank has the rows of gate and up that its columns of down read."""
     folder = format_folder(tmp_path, format_config("llama"), name)
     assert_as_one_rank(folder, random_ids(67, (5, 21)), tp, 1, packed=True)
+
+
+INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": GROUP, "actorder": "group"}
+CT_ACT_ORDER = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4, "input_activations": None}},
+    "ignore": ["lm_head"],
+}
+GPTQ_WHOLE = {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": False, "desc_act": True}
+MORE_FORMATS = {
+    "ct_act_order": Format(CT_ACT_ORDER, partial(grouped, partial(ct_pack, symmetric=False), act_order=True)),
+    "gptq_one_group": Format(GPTQ_WHOLE, partial(grouped, gptq_pack, group_size=-1)),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", MORE_FORMATS)
+def test_words_by_rows_in_any_order_and_a_group_of_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, packed: bool
+) -> None:
+    monkeypatch.setitem(FORMATS, name, MORE_FORMATS[name])
+    folder = format_folder(tmp_path, format_config("llama"), name)
+    if packed:
+        kept = {load(folder, rank).linears["layers.0.down_proj"].format for rank in all_ranks(3)}
+        assert kept == {PACKED}
+    assert_as_one_rank(folder, random_ids(67, (5, 21)), 3, 1, packed)
 
 
 def load(folder: Path, parallel: ParallelConfig) -> Weights:

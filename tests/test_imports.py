@@ -80,7 +80,7 @@ NOT_AT_RUN_TIME = ("torch", "transformers", "jax")
 KERNELS = "engine.kernels"
 GPU = (  # these alone import cupy
     "engine.backends.cuda",
-    *(f"engine.comm.{name}" for name in ("gpu_ranks", "host_window", "links", "nccl", "peer", "planner")),
+    *(f"engine.comm.{name}" for name in ("host_window", "join", "links", "nccl", "peer", "planner")),
     *(
         f"{KERNELS}.{name}"
         for name in ("gpu", "compile", "cublas", "forward", "graphs", "pools", "resources", "store", "__main__")

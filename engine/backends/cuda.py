@@ -21,7 +21,7 @@ from engine.checkpoint.quantized import keep_packed
 from engine.checkpoint.source import ModelSource
 from engine.coded8 import FP8
 from engine.comm.communicator import Communicator, OneRank
-from engine.comm.gpu_ranks import join_gpus
+from engine.comm.join import join_gpus
 from engine.comm.mpi_sums import MpiComm
 from engine.config import EngineConfig, ModelConfig, ParallelConfig, StepLimits
 from engine.errors import ConfigError, KernelError

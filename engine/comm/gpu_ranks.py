@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-import logging
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from engine.comm.communicator import OneRank
-from engine.comm.links import Links
-from engine.comm.meeting import Meeting
-from engine.comm.nccl import Nccl
-from engine.comm.planner import INT8, Plan, Way, choose, measure, table, ways_of
+from engine.comm.ways import Plan, Way
 from engine.config import ModelConfig, ParallelConfig
-from engine.errors import ConfigError, EngineDeadError
+from engine.errors import EngineDeadError
 from engine.kernels.all_gather import all_gather
+from engine.kernels.channel import Exchange, Report
 from engine.kernels.device import Device
 from engine.ops import OpTable
 from engine.weights import Norm
 
 Array = Any
 
-logger = logging.getLogger(__name__)
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What joins some ranks for parts of rows; reports: of ranks that gave up waiting, by it or for sums."""
 
-class World(Meeting, Protocol):
-    """All ranks of a job."""
-
-    def Split(self, color: int, key: int, /) -> Meeting: ...
+    gathers: Exchange
+    reports: Callable[[], list[Report]]
 
 
 class GpuRanks:
     """See engine.comm.communicator.Communicator.
 
     Args:
-        stage: the links of this rank's stage; None: it has no other rank.
+        stage: what joins the ranks of this one's stage; None: there is no other.
         ways, plan: of the stage.
-        previous, following: links of two with the rank that this one receives from and sends to.
+        previous, following: what joins it with the rank that it receives from, and sends to.
     """
 
     def __init__(
@@ -45,11 +43,11 @@ class GpuRanks:
         parallel: ParallelConfig,
         config: ModelConfig,
         dtype: Any,
-        stage: Links | None,
-        ways: dict[str, Way],
+        stage: Line | None,
+        ways: Mapping[str, Way],
         plan: Plan | None,
-        previous: Links | None = None,
-        following: Links | None = None,
+        previous: Line | None = None,
+        following: Line | None = None,
     ) -> None:
         self.is_first = parallel.stage == 0
         self.is_last = parallel.stage == parallel.pipeline_parallel_size - 1
@@ -98,63 +96,10 @@ class GpuRanks:
             return partial if residual is None else self._one.reduce_add(partial, residual)
         return self._ways[self._plan.way(int(partial.nbytes))].sum(partial, residual)
 
-    def _check(self, links: Links) -> None:
+    def _check(self, line: Line) -> None:
         """Raises EngineDeadError where a rank has given up waiting for another."""
-        for report in links.reports():
+        for report in line.reports():
             raise EngineDeadError(
                 f"rank {report.rank} of a group waited in vain for rank {report.peer} in collective {report.number} of "
                 f"channel {report.channel}"
             )
-
-
-def join_gpus(
-    ops: OpTable,
-    device: Device,
-    world: World,
-    parallel: ParallelConfig,
-    config: ModelConfig,
-    dtype: Any,
-    allreduce: str,
-    max_blocks: int,
-) -> GpuRanks:
-    """Called by all ranks: links of each stage, and of neighbours in the pipeline; ways tried and chosen from.
-
-    Raises:
-        ConfigError: on all ranks of a group, where there is no way.
-    """
-    tp, pp, stage = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.stage
-    links, ways, plan = None, {}, None
-    if tp > 1:
-        links = Links(world.Split(stage, parallel.tp_rank), max_blocks=max_blocks)
-        nccl = _nccl(links) if allreduce in ("auto", "nccl") else None
-        ways = ways_of(links, nccl, device, rotate=allreduce != "int8-plain")
-        allowed = partial(is_allowed, allreduce=allreduce)
-        trials = measure(links, {name: way for name, way in ways.items() if allowed(name)}, dtype)
-        plan = choose(trials, allowed, config.hidden_size)
-        say = logger.info if parallel.rank == 0 else logger.debug
-        say("all-reduce: %s; microseconds:\n%s", plan.text(), table(trials))
-    else:
-        world.Split(stage, parallel.tp_rank)
-    neighbours = {}
-    for first in range(pp - 1):  # stages first and first + 1, the sender before the receiver
-        is_one = stage in (first, first + 1)
-        pair = world.Split(parallel.tp_rank if is_one else tp + parallel.rank, stage)
-        if is_one:
-            neighbours[first] = Links(pair, number=first + 1, max_blocks=max_blocks)
-    previous, following = neighbours.get(stage - 1), neighbours.get(stage)
-    return GpuRanks(ops, device, parallel, config, dtype, links, ways, plan, previous, following)
-
-
-def is_allowed(way: str, allreduce: str) -> bool:
-    """By --allreduce: auto are all that are exact; int8 and int8-plain these too; window, peer, nccl those alone."""
-    if allreduce in ("window", "peer", "nccl"):
-        return way.startswith(allreduce) and not way.endswith(INT8)
-    return allreduce in ("int8", "int8-plain") or not way.endswith(INT8)
-
-
-def _nccl(links: Links) -> Nccl | None:
-    try:
-        return Nccl(links.meeting)
-    except ConfigError as error:
-        logger.info("%s", error)
-        return None

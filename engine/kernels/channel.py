@@ -56,6 +56,11 @@ class Channel:
     state: Array  # see make_channel
     memory: tuple[Array, ...]
 
+    @property
+    def most_bytes(self) -> int:
+        """Of an array."""
+        return self.capacity // 64 * 512
+
 
 @dataclass(frozen=True, slots=True)
 class Report:

@@ -1,0 +1,87 @@
+"""Joins the GPUs of a job: links between them, ways tried and chosen from, and the communicator over them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from engine.comm.gpu_ranks import GpuRanks, Line
+from engine.comm.links import Links
+from engine.comm.meeting import Meeting
+from engine.comm.nccl import Nccl
+from engine.comm.planner import measure
+from engine.comm.ways import INT8, choose, table, ways_of
+from engine.config import ModelConfig, ParallelConfig
+from engine.errors import ConfigError
+from engine.kernels.device import Device
+from engine.ops import OpTable
+
+Array = Any
+
+logger = logging.getLogger(__name__)
+
+
+class World(Meeting, Protocol):
+    """All ranks of a job."""
+
+    def Split(self, color: int, key: int, /) -> Meeting: ...
+
+
+def join_gpus(
+    ops: OpTable,
+    device: Device,
+    world: World,
+    parallel: ParallelConfig,
+    config: ModelConfig,
+    dtype: Any,
+    allreduce: str,
+    max_blocks: int,
+) -> GpuRanks:
+    """Called by all ranks: links of each stage, and of neighbours in the pipeline; ways tried and chosen from.
+
+    Raises:
+        ConfigError: on all ranks of a group, where there is no way.
+    """
+    tp, pp, stage = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.stage
+    line, ways, plan = None, {}, None
+    if tp > 1:
+        links = Links(world.Split(stage, parallel.tp_rank), max_blocks=max_blocks)
+        nccl = _nccl(links) if allreduce in ("auto", "nccl") else None
+        line = _line(links)
+        ways = ways_of(links.channels, links.exchanges, nccl, device, rotate=allreduce != "int8-plain")
+        allowed = partial(is_allowed, allreduce=allreduce)
+        trials = measure(links, {name: way for name, way in ways.items() if allowed(name)}, dtype)
+        plan = choose(trials, allowed, config.hidden_size)
+        say = logger.info if parallel.rank == 0 else logger.debug
+        say("all-reduce: %s; microseconds:\n%s", plan.text(), table(trials))
+    else:
+        world.Split(stage, parallel.tp_rank)
+    neighbours = {}
+    for first in range(pp - 1):  # stages first and first + 1, the sender before the receiver
+        is_one = stage in (first, first + 1)
+        pair = world.Split(parallel.tp_rank if is_one else tp + parallel.rank, stage)
+        if is_one:
+            neighbours[first] = _line(Links(pair, number=first + 1, max_blocks=max_blocks))
+    previous, following = neighbours.get(stage - 1), neighbours.get(stage)
+    return GpuRanks(ops, device, parallel, config, dtype, line, ways, plan, previous, following)
+
+
+def is_allowed(way: str, allreduce: str) -> bool:
+    """By --allreduce: auto are all that are exact; int8 and int8-plain these too; window, peer, nccl those alone."""
+    if allreduce in ("window", "peer", "nccl"):
+        return way.startswith(allreduce) and not way.endswith(INT8)
+    return allreduce in ("int8", "int8-plain") or not way.endswith(INT8)
+
+
+def _line(links: Links) -> Line:
+    return Line(links.gathers, links.reports)
+
+
+def _nccl(links: Links) -> Callable[[Array], Array] | None:
+    try:
+        return Nccl(links.meeting).all_reduce
+    except ConfigError as error:
+        logger.info("%s", error)
+        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import get_args
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -13,7 +14,7 @@ from engine.checkpoint.prepare import prepare_weights
 from engine.checkpoint.source import ModelSource
 from engine.comm.communicator import Communicator, OneRank
 from engine.comm.mpi_ranks import MpiRanks
-from engine.comm.mpi_sums import MpiComm
+from engine.comm.mpi_sums import MpiComm, WireFormat
 from engine.config import EngineConfig, ModelConfig, ParallelConfig, StepLimits
 from engine.errors import ConfigError
 from engine.forward import EagerForward, Forward
@@ -52,7 +53,12 @@ class CpuBackend:
     def make_comm(
         self, world: MpiComm | None, parallel: ParallelConfig, model_config: ModelConfig, config: EngineConfig
     ) -> Communicator:
-        return OneRank(self.ops) if world is None else MpiRanks(self.ops, world, parallel, model_config)
+        wires: dict[str, WireFormat] = {"auto": "float32", **{name: name for name in get_args(WireFormat)}}
+        if config.allreduce not in wires:
+            raise ConfigError(f"--allreduce {config.allreduce}: is for GPUs; ranks of a CPU have {', '.join(wires)}")
+        if world is None:
+            return OneRank(self.ops)
+        return MpiRanks(self.ops, world, parallel, model_config, wires[config.allreduce])
 
     def load(self, source: ModelSource, weight_map: WeightMap, config: EngineConfig, progress: bool) -> Weights:
         loaded = load_weights(source, weight_map, seed=config.seed, progress=progress, load_format=config.load_format)

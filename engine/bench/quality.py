@@ -121,7 +121,7 @@ def measure(arguments: argparse.Namespace) -> Report:
     """Runs all models on the text, one after another."""
     names = (arguments.model, *arguments.against)
     sources = [resolve(name) for name in names]
-    windows, text = _windows(sources, arguments.text, arguments.tokens, arguments.window)
+    windows, text = text_windows(sources, arguments.text, arguments.tokens, arguments.window)
     rows: list[Row] = []
     device = ""
     with Divergence(windows, load_model_config(sources[0]).vocab_size) as divergence:
@@ -132,7 +132,7 @@ def measure(arguments: argparse.Namespace) -> Report:
             else:
                 built = _engine(name, arguments)
                 device = device or built.device
-                sums = divergence.judge(_followed(_logits(built, windows), source.name, windows.size))
+                sums = divergence.judge(_followed(engine_logits(built, windows), source.name, windows.size))
                 ms = decode_steps(built, 1, arguments.steps, 0.0).median_ms if arguments.steps else None
                 del built  # before the next takes memory
             rows.append(_row(source, sums, ms, rows[0].perplexity if rows else None))
@@ -163,7 +163,9 @@ def _row(source: ModelSource, sums: Sums, ms: float | None, before: float | None
     )
 
 
-def _windows(sources: Sequence[ModelSource], path: Path | None, num_tokens: int, length: int) -> tuple[Windows, str]:
+def text_windows(
+    sources: Sequence[ModelSource], path: Path | None, num_tokens: int, length: int
+) -> tuple[Windows, str]:
     """Token ids of the text, and its name. All models must read it alike."""
     if path is None:
         text, name = own_text(), "ref's own words"
@@ -218,7 +220,7 @@ def _engine(model: str, arguments: argparse.Namespace) -> BuiltEngine:
     return build_engine(config, progress=False)
 
 
-def _logits(built: BuiltEngine, windows: Windows) -> Iterator[Float32]:
+def engine_logits(built: BuiltEngine, windows: Windows) -> Iterator[Float32]:
     """As FormatModel.logits, of an engine. Nobody has a request in it, so all blocks are free."""
     for window in windows:
         num_blocks = -(-len(window) // BLOCK_SIZE)

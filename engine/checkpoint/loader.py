@@ -114,8 +114,9 @@ def load_weights(
             bar.update(tensor.num_bytes)
     store.flush()
     if quantized is not None:
-        weights = _fill_quantized(weights, weight_map, quantized, modules, store, progress)
-        store.flush()
+        with quantized.looking():
+            weights = _fill_quantized(weights, weight_map, quantized, modules, store, progress)
+            store.flush()
     logger.info(
         "loaded %d tensors from %s: %d MB read in %.1f s, %d MB of weights, %d tensors ignored",
         *(len(copies), source.path, num_bytes // 10**6, time.perf_counter() - started),

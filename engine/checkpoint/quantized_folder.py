@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from engine.checkpoint.quantized import fold_orders
 from engine.checkpoint.quantized_cuts import WORD_BITS, cut_tensor, first_group, num_groups, part_of_groups
-from engine.checkpoint.quantized_words import stored_words
+from engine.checkpoint.quantized_words import Look, stored_words
 from engine.checkpoint.stored_tensor import StoredTensor, map_bytes
 from engine.checkpoint.stored_words import StoredWords
 from engine.errors import CheckpointError
@@ -32,6 +33,7 @@ from ref.quant.scheme_config import QuantConfig, module_scheme
 
 Array = NDArray[Any]
 
+LOOKERS = 4
 TYPES = {name: np.dtype(kind) for name, kind in (STORED | QUANTIZED).items()}
 
 
@@ -64,6 +66,7 @@ class QuantizedFolder:
         self._folder, self._config, self._tensors = folder, quantization, _Views(tensors)
         self._stored = tensors
         self._words: dict[str, StoredWords] = {}  # of layers that stay packed, by dest
+        self._later: list[Look] = []  # at what as_stored has left for looking
         self._folded: set[str] = set()  # those whose columns the layer before has in order
         self._any_rows: set[str] = set()  # those of which a rank may have any rows, if the layer after wants them so
 
@@ -90,6 +93,22 @@ class QuantizedFolder:
         self._folded = {dest for dest, facts in packed.items() if facts.order == "folded"}
         return stored
 
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Meanwhile several threads look at numbers that are likely to be sound.
+
+        Raises:
+            CheckpointError: at the end, if some are not.
+        """
+        with ThreadPoolExecutor(min(LOOKERS, usable_cores())) as team:
+            looks = [(name, team.submit(look)) for name, look in self._later]
+            yield
+            for name, found in looks:
+                try:
+                    found.result()
+                except ValueError as error:
+                    raise CheckpointError(f"{self._folder}: module {name}: {error}") from error
+
     def _as_stored(self, spec: LinearSpec) -> LinearSpec:
         if spec.packed is not None:
             return replace(spec, packed=self._packed(spec, spec.packed))
@@ -99,7 +118,7 @@ class QuantizedFolder:
         scheme = module_scheme(self._config, spec.parts[0][0])
         assert scheme is not None
         try:
-            words = stored_words(spec, scheme, self._stored, spec.dest in self._any_rows)
+            words = stored_words(spec, scheme, self._stored, self._later, spec.dest in self._any_rows)
         except ValueError as error:
             raise CheckpointError(f"{self._folder}: {error}") from error
         if words is None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,12 +32,16 @@ INFINITE = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F800000}  # bits
 EXACT_BF16 = 0x3700, 0x477F  # bits of 2⁻¹⁷ and 65280: all bfloat16 between them are float16 too
 
 
+Look = tuple[str, Callable[[], bool]]  # a module, and what raises ValueError if its numbers make no sense
+
+
 def stored_words(
-    spec: LinearSpec, scheme: Scheme, tensors: Mapping[str, StoredTensor], any_rows: bool = False
+    spec: LinearSpec, scheme: Scheme, tensors: Mapping[str, StoredTensor], later: list[Look], any_rows: bool = False
 ) -> StoredWords | None:
     """A layer that keep_packed calls packed; None where it must be decoded: a module is in floating point after all,
     has scales that float16 does not hold, groups that are not all of one size, or another order than its neighbours.
 
+    later: gets a look at the numbers of each module whose scales are float16 as they are.
     any_rows: which rows a rank has may be changed once it is known what the layer after wants, so all are there.
 
     Raises:
@@ -58,11 +63,13 @@ def stored_words(
             part = _part(module, spec, scheme, layout, tensors, order)
             in_order = order if order.size else None
             one = StoredWords(layout, (part,), spec.in_features, spec.packed.group_size, offset, False, in_order)
-            if not spec.packed.zeros:
-                _require_symmetric(part, offset)
-                part = replace(part, zeros=None)
-            if not _scales_fit(one):
+            look = partial(_fits, one, not spec.packed.zeros, offset)
+            if part.scales.dtype == "F16":  # they fit, unless the file is damaged
+                later.append((module.name, look))
+            elif not look():
                 return None
+            if not spec.packed.zeros:
+                part = replace(part, zeros=None)
         except ValueError as error:
             raise ValueError(f"module {module.name}: {error}") from None
         parts.append(part)
@@ -157,6 +164,13 @@ def _order(
         return NEIGHBOURS
     order = np.argsort(g_idx, kind="stable").astype(np.int32)
     return order[part.start : part.stop] if np.array_equal(g_idx[order], regular) else None
+
+
+def _fits(one: StoredWords, is_symmetric: bool, offset: int) -> bool:
+    """See _scales_fit; of a module."""
+    if is_symmetric:
+        _require_symmetric(one.parts[0], offset)
+    return _scales_fit(one)
 
 
 def _require_symmetric(part: StoredPart, offset: int) -> None:

@@ -24,7 +24,7 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
 BLOCK = 32  # weights that share a scale
-PIECE_BYTES = 512 << 10
+PIECE_BYTES = 4 << 20
 BLOCKS_AT_ONCE = 8192  # decoded together: 1 MiB of float32, which stays in a core's cache
 
 

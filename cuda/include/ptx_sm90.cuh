@@ -215,6 +215,7 @@ __device__ __forceinline__ void settled(int (&d)[kCount]) {
 #define SUMS_32(i) SUMS_16(i), SUMS_16(i + 16)
 #define SUMS_64(i) SUMS_32(i), SUMS_32(i + 32)
 #define SUMS_128(i) SUMS_64(i), SUMS_64(i + 64)
+#define LIST_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define LIST_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define LIST_32                                                            \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
@@ -261,6 +262,8 @@ __device__ __forceinline__ void settled(int (&d)[kCount]) {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(static_cast<int>(add)), "l"(b)                      \
                  : "memory");                                                                                          \
   }
+WGMMA(8, 16, bf16, "bf16", 8, 9, 10, 11, 12, 13)
+WGMMA(8, 16, fp16, "f16", 8, 9, 10, 11, 12, 13)
 WGMMA(16, 32, bf16, "bf16", 16, 17, 18, 19, 20, 21)
 WGMMA(16, 32, fp16, "f16", 16, 17, 18, 19, 20, 21)
 WGMMA(32, 64, bf16, "bf16", 32, 33, 34, 35, 36, 37)
@@ -307,6 +310,7 @@ WGMMA_8(int, signed char, INTS_64, "s32.s8.s8", "")
 #undef SUMS_32
 #undef SUMS_64
 #undef SUMS_128
+#undef LIST_8
 #undef LIST_16
 #undef LIST_32
 #undef LIST_64

@@ -1,20 +1,20 @@
 """Linear layers whose weights are of 4 bits in groups. Defined by grouped_linear of ref/quant/groups.py.
 
-cuda/linear_w4.cu streams the weights for few tokens; engine/kernels/linear_w4_many.py has more of them.
+cuda/linear_w4.cu streams the weights for few tokens, and linear_w4_few_sm90.cu for some more on Hopper;
+engine/kernels/linear_w4_many.py is for many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from engine.errors import KernelError
 from engine.kernels.activation import FUNCTIONS
 from engine.kernels.check import ceil_div, literal, require, require_contiguous, require_half, stride, type_name
-from engine.kernels.device import Device, Instance
+from engine.kernels.device import Argument, Boxes, Device, Instance
 from engine.kernels.gather_columns import gather_columns
 from engine.kernels.linear_w4_many import linear_w4_many, linear_w4_many_gate_up_act, step_groups
 from engine.kernels.linear_w4a8 import is_worth_it, linear_w4a8, linear_w4a8_gate_up_act
@@ -36,11 +36,24 @@ class Few:
     step_warps: int
     blocks_per_sm: int
     stages: int = 9  # as many of them as there is shared memory for
+    stem: ClassVar[str] = "linear_w4"
+
+    @property
+    def tokens(self) -> int:
+        return 8 * self.token_tiles
 
     @property
     def rows(self) -> int:
         """Of a tile."""
         return 16 * self.row_tiles * self.row_warps
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.row_warps * self.step_warps
+
+    def argument(self, x: Array) -> Argument:
+        """x as the kernel takes it."""
+        return x
 
     @property
     def template(self) -> str:
@@ -55,16 +68,67 @@ class Few:
         return self.stages * self.step_warps * (weights + num_tokens * 2 * STEP) + sums + 16
 
 
-# (most tokens, sizes where blocks have whole tiles or None, where they share tiles, and the same for the 99 KiB that a
-# block has on most cards): the best of what was timed on an H200 over shapes of 72B and 8B models. Whole tiles spare
-# the sums of parts, but leave SMs without work where they do not come out even.
-CHOICES = (
-    (2, Few(2, 1, 1, 8, 2), Few(4, 1, 2, 2, 4), Few(4, 1, 2, 2, 4)),
-    (8, Few(2, 1, 1, 8, 2), Few(4, 1, 1, 8, 1), Few(4, 1, 2, 2, 4)),
-    (16, None, Few(4, 2, 2, 4, 1), Few(2, 2, 2, 4, 1)),
-    (32, None, Few(2, 4, 2, 2, 2), Few(2, 4, 2, 2, 2)),
+@dataclass(frozen=True, slots=True)
+class Wgmma:
+    """Sizes of linear_w4_few_sm90 (cuda/linear_w4_few_sm90.cu)."""
+
+    tokens: int
+    row_groups: int
+    step_groups: int
+    depth: int
+    stages: int = 9  # as many of them as there is shared memory for
+    blocks_per_sm: int = 1
+    stem: ClassVar[str] = "linear_w4_few_sm90"
+
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return 64 * self.row_groups
+
+    @property
+    def threads(self) -> int:
+        """Of a warpgroup and the warp that brings its weights, for each 64 rows of a step."""
+        return 160 * self.row_groups * self.step_groups
+
+    @property
+    def template(self) -> str:
+        sizes = (self.tokens, self.row_groups, self.step_groups, self.depth, self.stages, self.blocks_per_sm)
+        return ", ".join(map(str, sizes))
+
+    def argument(self, x: Array) -> Argument:
+        """x as the kernel takes it."""
+        return Boxes(x, (self.tokens, 64))
+
+    def shared_bytes(self, num_tokens: int, groups: int, zeros: bool) -> int:
+        """The stages of x, weights and scales with two barriers each, and the sums that are handed over."""
+        step = 2 * STEP * self.tokens + self.row_groups * (64 * STEP // 2 + groups * (192 if zeros else 128))
+        sums = (self.step_groups - 1) * self.rows * self.tokens * 4
+        return 1024 + self.stages * (self.step_groups * self.depth * step + 16) + sums + 16
+
+
+Sizes = Few | Wgmma
+# Sizes where blocks have whole tiles, which spares the sums of parts; how much longer than others an SM may then work,
+# in steps of 64 rows; most tiles of a block.
+Whole = tuple[Sizes, int, float]
+# Most tokens; sizes for whole tiles in order; sizes where blocks share tiles, the second for the 99 KiB that a block
+# has on most cards. As timed on an H200 over shapes of 72B and 8B models.
+Line = tuple[int, tuple[Whole, ...], tuple[Sizes, ...]]
+ANY = float("inf")
+WHOLE = ((Few(4, 1, 1, 8, 1), 8, ANY), (Few(2, 1, 1, 8, 2), 20, ANY), (Few(2, 1, 1, 16, 1), 10, ANY))
+FEWEST: tuple[Line, ...] = (
+    (2, WHOLE, (Few(4, 1, 2, 2, 4),)),
+    (8, WHOLE, (Few(2, 1, 1, 8, 2), Few(4, 1, 2, 2, 4))),
 )
-BUSY = 0.7  # of a GPU that must have work for whole tiles
+CHOICES: tuple[Line, ...] = (
+    *FEWEST,
+    (16, ((Few(4, 2, 1, 8, 1), 20, ANY), (Few(2, 2, 1, 16, 1), 10, ANY)), (Few(4, 2, 2, 4, 1), Few(2, 2, 2, 4, 1))),
+    (32, ((Few(2, 4, 1, 4, 2), 20, ANY), (Few(2, 4, 1, 8, 1), 10, ANY)), (Few(2, 4, 2, 2, 2),)),
+)
+CHOICES_SM90: tuple[Line, ...] = (
+    *FEWEST,
+    (16, ((Wgmma(16, 1, 4, 2), 32, 1),), (Wgmma(16, 2, 2, 2),)),
+    (32, (), (Wgmma(32, 2, 2, 2),)),
+)
 FEW_TOKENS, FEW_TOKENS_SM90 = 64, 32  # up to here 32 tokens at a time
 
 
@@ -118,48 +182,54 @@ def _is_few(x: Array, device: Device) -> bool:
 
 
 def _run(kernel: str, x: Array, weight: LinearWeight, activation: str, y: Array, device: Device) -> None:
-    most = CHOICES[-1][0]
+    choices = CHOICES_SM90 if device.has_wgmma else CHOICES
+    most = choices[-1][0]
     for first in range(0, x.shape[0], most):
         rows = slice(first, min(first + most, x.shape[0]))
-        _launch_few(kernel, x[rows], weight, activation, y[rows], device)
+        line = next(line for line in choices if len(x[rows]) <= line[0])
+        _launch(kernel, x[rows], weight, activation, y[rows], line, device)
 
 
-def _launch_few(kernel: str, x: Array, weight: LinearWeight, activation: str, y: Array, device: Device) -> None:
+def _launch(kernel: str, x: Array, weight: LinearWeight, activation: str, y: Array, line: Line, device: Device) -> None:
+    """Starts the kernel that the line has for this weight."""
     tensors, num_tokens = weight.tensors, x.shape[0]
     groups, shift = step_groups(weight, STEP)
     zeros = "zeros" in tensors
     row_tiles, steps = tensors["weight"].shape[0], tensors["weight"].shape[1] // 2
-    most, *choices = next(line for line in CHOICES if num_tokens <= line[0])
-    fitting = [few and _fitting(few, most, groups, zeros, device) for few in choices]
-    few, num_blocks = _choose(fitting, row_tiles, steps, device)
+    few, num_blocks = _choose(line, groups, zeros, row_tiles, steps, device)
     types = f"{type_name(kernel, 'x', x)}, {type_name(kernel, 'y', y)}, {activation}, {literal(zeros)}"
-    partials = device.empty((num_blocks, 2, 8 * few.token_tiles, few.rows), np.float32)
+    partials = device.empty((num_blocks, 2, few.tokens, few.rows), np.float32)
     sizes = map(np.int32, (num_tokens, weight.out_features, weight.in_features, shift))
     device.launch(
-        Instance("linear_w4", f"linear_w4<{types}, {groups}, {few.template}>"),
+        Instance(few.stem, f"{few.stem}<{types}, {groups}, {few.template}>"),
         (num_blocks,),
-        (32 * few.row_warps * few.step_warps,),
+        (few.threads,),
         [
-            *(x, tensors["weight"], tensors["scales"], tensors.get("zeros"), weight.bias, y, partials, device.counters),
-            *(*sizes, stride(x)),
+            *(few.argument(x), tensors["weight"], tensors["scales"], tensors.get("zeros"), weight.bias, y, partials),
+            *(device.counters, *sizes, *([stride(x)] if isinstance(few, Few) else [])),
         ],
         shared_bytes=few.shared_bytes(num_tokens, groups, zeros),
     )
 
 
-def _choose(fitting: Sequence[Few | None], row_tiles: int, steps: int, device: Device) -> tuple[Few, int]:
-    """Sizes, of which the first are for whole tiles, and the number of blocks."""
-    whole, *shared = fitting
-    if whole is not None:
-        num_tiles, most_blocks = ceil_div(16 * row_tiles, whole.rows), whole.blocks_per_sm * device.num_sms
+def _choose(line: Line, groups: int, zeros: bool, row_tiles: int, steps: int, device: Device) -> tuple[Sizes, int]:
+    """Sizes, and the number of blocks."""
+    most, whole, shared = line
+    for sizes, idle, most_tiles in whole:
+        few = _fitting(sizes, most, groups, zeros, device)
+        if few is None:
+            continue
+        num_tiles, most_blocks = ceil_div(16 * row_tiles, few.rows), few.blocks_per_sm * device.num_sms
         of_block = ceil_div(num_tiles, most_blocks)
-        if num_tiles % of_block == 0 and num_tiles >= BUSY * of_block * most_blocks:
-            return whole, num_tiles // of_block
-    few = next(few for few in shared if few is not None)
+        longest = of_block * few.blocks_per_sm * few.rows / 64 - row_tiles / 4 / device.num_sms
+        if num_tiles % of_block == 0 and of_block <= most_tiles and longest * steps <= idle:
+            return few, num_tiles // of_block
+    fitting = (_fitting(sizes, most, groups, zeros, device) for sizes in shared)
+    few = next(few for few in fitting if few is not None)
     return few, min(few.blocks_per_sm * device.num_sms, ceil_div(16 * row_tiles, few.rows) * steps)
 
 
-def _fitting(few: Few, num_tokens: int, groups: int, zeros: bool, device: Device) -> Few | None:
+def _fitting(few: Sizes, num_tokens: int, groups: int, zeros: bool, device: Device) -> Sizes | None:
     """With fewer stages, and where that is not enough with fewer blocks an SM, if there is too little shared memory.
 
     An SM has 1 KiB more than a block can have, and each block takes 1 KiB of it. None: a block has too little.
@@ -178,7 +248,7 @@ def _check(kernel: str, x: Array, weight: LinearWeight, format: str) -> None:
     if weight.format != format:
         raise KernelError(f"{kernel}: the weight is {weight.format}; expected {format}")
     out_features, in_features = weight.out_features, weight.in_features
-    require(kernel, "x", x, (None, in_features))
+    require(kernel, "x", x, (None, None if "order" in weight.tensors else in_features))
     require_half(kernel, "x", x)
     if in_features % 8 or int(stride(x)) % 8:
         raise KernelError(f"{kernel}: rows of x are {in_features} numbers, {stride(x)} apart; expected multiples of 8")

@@ -1,7 +1,8 @@
-"""`mpirun -n N python -m conformance.ranks [--split TP2|PP2|TP3|TP4|TP2xPP2] [--case WORD]`
+"""`mpirun -n N python -m conformance.ranks [--split TP2|PP2|TP3|TP4|TP2xPP2] [--case WORD] [--engine]`
 
-Every golden over N ranks of this CPU, in each split of so many, against one rank. A line a case from rank 0; exit
-status 1 where something is wrong.
+Every golden over N ranks of this CPU, in each split of so many, against one rank; with --engine those of
+conformance.whole_engine, through scheduler, plans, preemption, sampler and all, against ref. A line a case from rank 0;
+exit status 1 where something is wrong.
 """
 
 from __future__ import annotations
@@ -10,18 +11,22 @@ import argparse
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
+from conformance.ranks.engines import over_ranks
 from conformance.ranks.splits import MODELS, SPLITS, split_model
+from conformance.whole_engine import goldens
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m conformance.ranks", description=__doc__)
     parser.add_argument("--split", action="append", choices=tuple(SPLITS), help="default: each of so many ranks")
     parser.add_argument("--case", default="", help="only models with this in their name")
+    parser.add_argument("--engine", action="store_true", help="the whole engine, of which rank 0 has the scheduler")
     args = parser.parse_args(arguments)
     world = MPI.COMM_WORLD
     splits = [name for name, (tp, pp) in SPLITS.items() if tp * pp == world.size and name in (args.split or SPLITS)]
@@ -31,16 +36,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     threadpool_limits(1, user_api="blas")
     failed = False
     for split in splits:
-        for name in MODELS:
+        for name, case in (_engine_cases(*SPLITS[split]) if args.engine else _model_cases(*SPLITS[split])).items():
             if args.case not in name:
                 continue
             started = time.perf_counter()
-            wrong = split_model(world, name, *SPLITS[split])
+            wrong = case()
             verdict = f"FAILED: {'; '.join(wrong)}" if wrong else "ok"
             if world.rank == 0:
                 print(f"{split} {name} ({time.perf_counter() - started:.1f} s): {verdict}", flush=True)
             failed |= bool(wrong)
     return int(failed)
+
+
+def _model_cases(tp: int, pp: int) -> dict[str, Callable[[], list[str]]]:
+    return {name: partial(split_model, MPI.COMM_WORLD, name, tp, pp) for name in MODELS}
+
+
+def _engine_cases(tp: int, pp: int) -> dict[str, Callable[[], list[str]]]:
+    return {name: partial(over_ranks, case, tp, pp) for name, case in goldens.CASES.items()}
 
 
 def run() -> None:

@@ -12,6 +12,7 @@ from conformance.golden_families import FAMILY_GOLDENS
 from conformance.golden_models import GOLDENS
 from conformance.ranks import splits
 from conformance.ranks.splits import MODELS, SPLITS, split_model
+from conformance.whole_engine.goldens import CASES
 from engine.comm import mpi_ranks
 from tests.engine.rank_threads import on_ranks
 from tests.mpi import mpirun
@@ -26,6 +27,17 @@ def test_goldens(split: str) -> None:
     tp, pp = SPLITS[split]
     lines = mpirun(tp * pp, "-m", "conformance.ranks", "--split", split).splitlines()
     assert [line.split(" (")[0] for line in lines] == [f"{split} {name}" for name in MODELS]
+    assert all(line.endswith("): ok") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "split", [pytest.param(name, marks=[] if name == "PP2" else [pytest.mark.slow]) for name in SPLITS]
+)
+def test_whole_engine(split: str) -> None:
+    """With requests, prompt logprobs and preemption; with stages, and several steps on their way."""
+    tp, pp = SPLITS[split]
+    lines = mpirun(tp * pp, "-m", "conformance.ranks", "--split", split, "--engine").splitlines()
+    assert [line.split(" (")[0] for line in lines] == [f"{split} {name}" for name in CASES]
     assert all(line.endswith("): ok") for line in lines)
 
 

@@ -29,6 +29,7 @@ class Shape:
     group_size: int
     activation: str = ""  # of a gated weight
     op: str = "linear"
+    columns: int = 0  # of x, where the weight has some of them twice, or for nothing; 0: as many as the weight
 
 
 SHAPES = {
@@ -39,6 +40,8 @@ SHAPES = {
     "nine-tokens": Shape(9, 192, 64, 32),
     "many-tokens": Shape(70, 256, 64, 64),
     "logits": Shape(5, 256, 72, 128, op="logits"),
+    "filled-up": Shape(3, 256, 64, 32, columns=152),
+    "filled-up-many-tokens": Shape(70, 256, 64, 32, columns=136),
     "gated": Shape(2, 256, 48, 64, activation="silu"),
     "gated-many-tokens": Shape(70, 256, 48, 128, activation="silu"),
 }
@@ -53,6 +56,8 @@ def _case(name: str, shape: Shape) -> Case:
     def reference(
         x: Array, weight: Array, scales: Array, zeros: Array, order: Array, storage: str | None = None
     ) -> Outputs:
+        if shape.columns:
+            x, order = x[:, order], np.arange(shape.in_features)
         z = grouped_linear(x, _integers(weight, scales, zeros, order, shape), storage=storage)
         if shape.activation:
             z = gate_up_act(z if storage is None else round_to(z, storage), shape.activation)
@@ -74,10 +79,14 @@ def _case(name: str, shape: Shape) -> Case:
         make_inputs=partial(_inputs, shape=shape),
         reference=reference,
         candidate=candidate,
-        disturb=partial(other_tokens, make=lambda rng, count: normal(rng, count, shape.in_features, scale=10.0)),
+        disturb=partial(other_tokens, make=lambda rng, count: normal(rng, count, _columns(shape), scale=10.0)),
         storages=HALVES,
         wide=("y",) if shape.op == "logits" else (),
     )
+
+
+def _columns(shape: Shape) -> int:
+    return shape.columns or shape.in_features
 
 
 def _inputs(seed: int, shape: Shape) -> Inputs:
@@ -89,11 +98,11 @@ def _inputs(seed: int, shape: Shape) -> Inputs:
     packed = pack4(q, scales, rng.integers(0, 16, scales.shape), gated=bool(shape.activation))
     sizes = np.float32(10) ** rng.uniform(-3, 1 if shape.activation else 2, (shape.num_tokens, 1)).astype(np.float32)
     return {
-        "x": guarded(normal(rng, shape.num_tokens, shape.in_features) * sizes, last=8),
+        "x": guarded(normal(rng, shape.num_tokens, _columns(shape)) * sizes, last=8),
         "weight": packed["weight"],
         "scales": packed["scales"].view(np.uint16).copy(),
         "zeros": packed["zeros"],
-        "order": rng.permutation(shape.in_features).astype(np.int32),
+        "order": (rng.permutation(shape.in_features) % _columns(shape)).astype(np.int32),
     }
 
 

@@ -1,7 +1,7 @@
 // Columns in another order, as weights want them whose groups are not of neighbours (act-order). ref/quant/groups.py:
 //   g_idx of GroupedInt.
 // y[t, k] = x[t, order[k]]
-// x [num_tokens, width] T with a stride between rows; order [width] int32, 0 to width − 1; y [num_tokens, width] T.
+// x [num_tokens, columns] T with a stride between rows; order [width] int32, 0 to columns − 1; y [num_tokens, width] T.
 // A block owns a piece of a row of y, and a thread 16 bytes of it.
 // T: bf16, fp16.
 // A copy: nothing is computed or rounded.

@@ -4,6 +4,7 @@
     scales  [groups, row tiles / 4, 8, 4, 2] float16
     zeros   the same, uint8; none where all are 8
     order   [in_features] int32, where columns are in another order than those of x: which of them is at each place
+            (a place that fills up a group may name any, as its numbers are 0; in_features counts such places too)
 
 A tile and step is what the 32 lanes of a warp give to tensor cores: 4 products of 16 rows by 16 columns. Word j of a
 lane has its 8 numbers of product j: of row r = lane // 4 + 8 · h and column c = 16 · j + 8 · k + 2 · (lane % 4) + e at

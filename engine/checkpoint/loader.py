@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
+
 from engine.checkpoint.folder import folder_tensors, read_json
 from engine.checkpoint.gguf_file import read_gguf
 from engine.checkpoint.gguf_llama import hf_tensors, model_config_from_gguf
@@ -280,8 +282,9 @@ def _fill_quantized(
                 words = quantized.words(spec)
                 tensors = store.repack(words)
                 if words.order is not None and spec.packed.order == "gathered":
-                    tensors["order"] = store.put(words.order)
-                linears[spec.dest] = _packed(spec, tensors, weight.bias)
+                    first = 0 if spec.column_cut is None else spec.column_cut.first
+                    tensors["order"] = store.put(np.maximum(words.order - np.int32(first), 0))
+                linears[spec.dest] = _packed(spec, words.in_features, tensors, weight.bias)
                 continue
             if spec.coded is not None:
                 codes = weight.tensors["weight"]
@@ -307,5 +310,5 @@ def _dense(weight: Array, bias: Array | None) -> LinearWeight:
     return LinearWeight("dense", out_features, in_features, {"weight": weight}, bias)
 
 
-def _packed(spec: LinearSpec, tensors: dict[str, Array], bias: Array | None) -> LinearWeight:
-    return LinearWeight(PACKED_GATED if spec.gated else PACKED, spec.out_features, spec.in_features, tensors, bias)
+def _packed(spec: LinearSpec, in_features: int, tensors: dict[str, Array], bias: Array | None) -> LinearWeight:
+    return LinearWeight(PACKED_GATED if spec.gated else PACKED, spec.out_features, in_features, tensors, bias)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.checkpoint.folder import read_json
+from engine.checkpoint.quantized_cuts import SPREAD
 from engine.coded8 import COLUMNS, FP8, INT8, TILE
 from engine.errors import ConfigError
 from engine.packed4 import is_group_size
@@ -57,9 +58,10 @@ def fold_orders(weight_map: WeightMap) -> WeightMap:
             return spec
         if spec.dest in sources:
             return replace(spec, packed=replace(spec.packed, order="folded"))
-        if spec.column_cut is not None:  # each rank's columns are of all groups
-            return replace(spec, packed=None)
-        return replace(spec, packed=replace(spec.packed, order="gathered"))
+        packed = replace(spec.packed, order="gathered")
+        if spec.column_cut is not None:  # each rank has some columns of every group
+            packed = replace(spec.packed, order="gathered", group_size=SPREAD)
+        return replace(spec, packed=packed)
 
     return replace(weight_map, linears=tuple(map(folded, weight_map.linears)))
 

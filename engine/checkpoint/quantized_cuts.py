@@ -6,6 +6,9 @@ belong to rows and to groups of columns. Cuts are between words and groups (engi
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.checkpoint.stored_tensor import StoredTensor
 from ref.quant.awq import AwqConfig
 from ref.quant.gptq import GptqConfig
@@ -13,6 +16,7 @@ from ref.quant.groups import GroupedInt
 from ref.quant.scheme_config import Scheme
 
 WORD_BITS = 32
+SPREAD = 32  # columns of a group of a layer that has some columns of each group of its module
 
 
 def cut_tensor(suffix: str, tensor: StoredTensor, scheme: Scheme | None, rows: range, columns: range) -> StoredTensor:
@@ -76,6 +80,26 @@ def part_of_groups(weight: GroupedInt, rows: range, columns: range) -> GroupedIn
     """Where columns of a group may lie anywhere: all scales of the rows."""
     own, some = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
     return GroupedInt(weight.bits, weight.q[own, some], weight.scales[own], weight.zeros[own], weight.g_idx[some])
+
+
+def spread_groups(g_idx: NDArray[np.int64], part: range) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """A rank's columns in smaller groups, where it has some of every group: those of a group after one another, filled
+    up to whole groups of SPREAD.
+
+    Args:
+        g_idx: [in_features], the group of each column of the module.
+        part: the columns of the rank.
+    Returns:
+        Which column of the module is at each place, -1 for none; and which group of the module each group is of.
+    """
+    own = g_idx[part.start : part.stop]
+    counts = np.bincount(own)
+    num_groups = -(-counts // SPREAD)
+    firsts = SPREAD * (np.cumsum(num_groups) - num_groups)  # the place of the first column of each group
+    within = np.arange(len(own)) - np.repeat(np.cumsum(counts) - counts, counts)
+    columns = np.full(SPREAD * num_groups.sum(), -1, np.int32)
+    columns[np.repeat(firsts, counts) + within] = part.start + np.argsort(own, kind="stable")
+    return columns, np.repeat(np.arange(len(counts)), num_groups).astype(np.int32)
 
 
 def _units(part: range, unit: int) -> range:

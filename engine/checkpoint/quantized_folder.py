@@ -59,6 +59,12 @@ class _Views(Mapping[str, Array]):
         return len(self._tensors)
 
 
+def _without_orphan(spec: LinearSpec, folded: set[str]) -> LinearSpec:
+    """Decoded where a rank's columns were to be those of a layer before, which now turns out not to be packed."""
+    is_orphan = spec.column_cut is not None and spec.packed is not None and spec.packed.order == "gathered"
+    return replace(spec, packed=None) if is_orphan and spec.dest in folded else spec
+
+
 class QuantizedFolder:
     """The quantized modules of a folder."""
 
@@ -89,6 +95,7 @@ class QuantizedFolder:
         self._any_rows = {spec.dest for spec in weight_map.linears if spec.row_cuts and spec.feeds in folded}
         with ThreadPoolExecutor(usable_cores()) as team:
             stored = fold_orders(replace(weight_map, linears=tuple(team.map(self._as_stored, weight_map.linears))))
+        stored = replace(stored, linears=tuple(_without_orphan(spec, folded) for spec in stored.linears))
         packed = {spec.dest: spec.packed for spec in stored.linears if spec.packed is not None}
         self._folded = {dest for dest, facts in packed.items() if facts.order == "folded"}
         return stored
@@ -124,7 +131,7 @@ class QuantizedFolder:
         if words is None:
             return None
         self._words[spec.dest] = words
-        return replace(packed, order="stored" if words.order is None else "gathered")
+        return replace(packed, group_size=words.group_size, order="stored" if words.order is None else "gathered")
 
     def _coded(self, spec: LinearSpec, coded: Coded) -> Coded | None:
         parts = self._parts(spec)

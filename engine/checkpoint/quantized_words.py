@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.checkpoint.quantized_cuts import cut_tensor
+from engine.checkpoint.quantized_cuts import SPREAD, cut_tensor, spread_groups
 from engine.checkpoint.stored_tensor import StoredTensor, map_bytes, pieces
 from engine.checkpoint.stored_words import TYPES, StoredPart, StoredWords, integers_of
 from engine.packed4 import SYMMETRIC_ZERO, Layout, word_shapes
@@ -27,7 +27,7 @@ NAMES: dict[Layout, tuple[str, str, str, str]] = {  # of words, scales, zeros, a
 }
 KINDS = (("I32",), ("F16", "BF16", "F32"), ("I32",))  # of words, scales and zeros
 INTEGERS: dict[str, np.dtype[Any]] = {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
-NEIGHBOURS = np.empty(0, np.int32)
+MOST_SPREAD = 2  # times the columns that there are; what is decoded takes four times
 INFINITE = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F800000}  # bits
 EXACT_BF16 = 0x3700, 0x477F  # bits of 2⁻¹⁷ and 65280: all bfloat16 between them are float16 too
 
@@ -61,8 +61,8 @@ def stored_words(
             if order is None:
                 return None
             part = _part(module, spec, scheme, layout, tensors, order)
-            in_order = order if order.size else None
-            one = StoredWords(layout, (part,), spec.in_features, spec.packed.group_size, offset, False, in_order)
+            one = StoredWords(layout, (part,), order.width, order.group_size, offset, False, order.columns)
+            one = replace(one, groups=order.groups)
             look = partial(_fits, one, not spec.packed.zeros, offset)
             if part.scales.dtype == "F16":  # they fit, unless the file is damaged
                 later.append((module.name, look))
@@ -74,11 +74,26 @@ def stored_words(
             raise ValueError(f"module {module.name}: {error}") from None
         parts.append(part)
         orders.append(order)
-    if any(not np.array_equal(order, orders[0]) for order in orders):
+    first = orders[0]
+    if any(not _is_same(order.columns, first.columns) for order in orders):
         return None
     row_order = np.array(next(spec.stored()).rows, np.int32) if any_rows else None
-    sizes = spec.in_features, spec.packed.group_size
-    return StoredWords(layout, tuple(parts), *sizes, offset, spec.gated, in_order, row_order)
+    sizes = first.width, first.group_size
+    return StoredWords(layout, tuple(parts), *sizes, offset, spec.gated, first.columns, row_order, first.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """Which columns of its modules a layer has at each place; None where they are those that are read, as they are."""
+
+    width: int
+    group_size: int
+    columns: NDArray[np.int32] | None = None  # [width]
+    groups: NDArray[np.int32] | None = None  # see StoredWords
+
+
+def _is_same(one: NDArray[np.int32] | None, other: NDArray[np.int32] | None) -> bool:
+    return one is other if one is None or other is None else np.array_equal(one, other)
 
 
 def layer_layout(spec: LinearSpec, weight_map: WeightMap) -> Layout:
@@ -98,12 +113,13 @@ def _part(
     scheme: Scheme,
     layout: Layout,
     tensors: Mapping[str, StoredTensor],
-    order: NDArray[np.int32],
+    order: _Order,
 ) -> StoredPart:
-    """With zeros if they are there. Of words there are all columns where they lie in another order than their own."""
+    """With zeros if they are there. Of words there are all columns where these are in an order, and all groups where
+    some columns of each are the layer's."""
     assert spec.packed is not None
     names, (rows, columns) = NAMES[layout][:3], module.shape
-    groups = 1 if _group_size(scheme) == -1 else columns // spec.packed.group_size
+    groups = columns // _group_size(scheme, columns)
     shapes = word_shapes(layout, rows, columns, groups)
     found = [tensors.get(f"{module.name}.{name}") for name in names]
     optional = layout == "rows" and not spec.packed.zeros
@@ -115,43 +131,43 @@ def _part(
         if tensor.shape != shape or tensor.dtype not in kinds:
             raise ValueError(
                 f"{name} is {tensor.dtype} {list(tensor.shape)}; a weight {[rows, columns]} in groups of "
-                f"{spec.packed.group_size} needs {' or '.join(kinds)} {list(shape)}"
+                f"{columns // groups} needs {' or '.join(kinds)} {list(shape)}"
             )
     sizes = tensors.get(f"{module.name}.weight_shape")
     if layout == "rows" and (sizes is None or _integers(sizes).tolist() != [rows, columns]):
         said = "missing" if sizes is None else _integers(sizes).tolist()
         raise ValueError(f"weight_shape is {said}; the config asks for {[rows, columns]}")
+    of_words = module.columns if order.columns is None else range(columns)
+    of_groups = module.columns if order.groups is None else range(columns)
     words, scales, zeros = (
-        None if tensor is None else cut_tensor(name, tensor, scheme, module.rows, module.columns)
-        for name, tensor in zip(names, found, strict=True)
+        None if tensor is None else cut_tensor(name, tensor, scheme, module.rows, part)
+        for name, tensor, part in zip(names, found, (of_words, of_groups, of_groups), strict=True)
     )
-    if found[0] is not None and order.size:
-        words = cut_tensor(names[0], found[0], scheme, module.rows, range(columns))
     assert words is not None
     assert scales is not None
     return StoredPart(len(module.rows), words, scales, zeros)
 
 
-def _group_size(scheme: Scheme) -> int:
-    """In columns; -1: all."""
+def _group_size(scheme: Scheme, columns: int) -> int:
+    """Of a module with so many columns."""
     is_whole = isinstance(scheme, CtScheme) and scheme.strategy != "group"
-    return -1 if is_whole else scheme.group_size
+    return columns if is_whole or scheme.group_size == -1 else scheme.group_size
 
 
 def _order(
     module: StoredModule, spec: LinearSpec, scheme: Scheme, layout: Layout, tensors: Mapping[str, StoredTensor]
-) -> NDArray[np.int32] | None:
-    """Which columns of the module the layer has, in the order of their groups, [in_features]; empty where groups are
-    neighbours, so that they are those that are read; None where groups are not all of one size."""
+) -> _Order | None:
+    """None where groups are not all of one size, or a rank has too few columns of each."""
     assert spec.packed is not None
     name, columns, part = NAMES[layout][3], module.shape[1], module.columns
-    size = columns if _group_size(scheme) == -1 else spec.packed.group_size
+    size = _group_size(scheme, columns)
+    plain = _Order(len(part), min(size, len(part)))
     tensor, regular = tensors.get(f"{module.name}.{name}"), np.arange(columns) // size
     must = scheme.desc_act if isinstance(scheme, GptqConfig) else getattr(scheme, "act_order", False)
     if tensor is None or layout == "awq":
         if must:
             raise ValueError(f"the config says act-order, but {name} is missing: the groups of its inputs are unknown")
-        return NEIGHBOURS
+        return plain
     g_idx = _integers(tensor)
     if g_idx.shape != regular.shape or g_idx.min() < 0 or g_idx.max() > regular[-1]:
         raise ValueError(
@@ -161,9 +177,14 @@ def _order(
     if layout == "rows" and not must and not np.array_equal(g_idx, regular):
         raise ValueError(f"{name} is stored in another order than neighbours, but the config has no actorder")
     if np.array_equal(g_idx, regular):
-        return NEIGHBOURS
+        return plain
     order = np.argsort(g_idx, kind="stable").astype(np.int32)
-    return order[part.start : part.stop] if np.array_equal(g_idx[order], regular) else None
+    if not np.array_equal(g_idx[order], regular):
+        return None
+    if len(part) == columns or spec.packed.order == "folded":
+        return replace(plain, columns=order[part.start : part.stop])
+    spread, groups = spread_groups(g_idx, part)
+    return _Order(len(spread), SPREAD, spread, groups) if len(spread) <= MOST_SPREAD * len(part) else None
 
 
 def _fits(one: StoredWords, is_symmetric: bool, offset: int) -> bool:

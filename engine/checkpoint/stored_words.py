@@ -64,13 +64,15 @@ class StoredWords:
     gated: bool
     order: NDArray[np.int32] | None = None  # [in_features], the column at each place; None: its own
     row_order: NDArray[np.int32] | None = None  # [rows of a half], of gates and of the others; None: as they are
+    # which group of the parts each group is of, and then order has -1 where a group is filled up; None: its own
+    groups: NDArray[np.int32] | None = None
 
     @property
     def is_picked(self) -> bool:
         """Whether its parts have more than the layer."""
         rows = self.row_order is not None and len(self.row_order) < self.parts[0].rows
         shapes = word_shapes(self.layout, self.parts[0].rows, self.in_features, 1)
-        return rows or tuple(self.parts[0].words.shape) != shapes[0]
+        return rows or self.groups is not None or tuple(self.parts[0].words.shape) != shapes[0]
 
 
 def mapped(tensor: StoredTensor) -> Array:
@@ -88,6 +90,9 @@ def integers_of(stored: StoredWords) -> tuple[Array, Array, Array]:
     zeros = np.concatenate([_zeros(stored, part) for part in parts])
     if stored.order is not None:
         q = q[:, stored.order]
+    if stored.groups is not None and stored.order is not None:
+        scales, zeros = scales[:, stored.groups], zeros[:, stored.groups]
+        q = np.where(stored.order < 0, zeros.repeat(stored.group_size, 1), q)
     if stored.row_order is not None:
         rows = np.concatenate([stored.row_order, stored.row_order + len(q) // 2])
         q, scales, zeros = q[rows], scales[rows], zeros[rows]
@@ -95,29 +100,46 @@ def integers_of(stored: StoredWords) -> tuple[Array, Array, Array]:
 
 
 def pick(stored: StoredWords) -> list[ReadPart]:
-    """The parts with no more than the layer has, in its order of rows and columns."""
+    """The parts with no more than the layer has, in its order of rows, columns and groups."""
     rows = np.arange(stored.parts[0].rows) if stored.row_order is None else stored.row_order
     along_rows, along_columns = (0, 1) if stored.layout == "rows" else (1, 0)  # axes of words, scales and zeros
     parts = []
     for part in stored.parts:
         words = mapped(part.words)
         if stored.order is not None:
-            words = _pick_numbers(words, stored.order, along_columns)
+            words = _pick_numbers(words, stored.order, along_columns, _filling(stored, part))
         if stored.row_order is not None:
             words = words.take(rows, along_rows)
+        scales = mapped(part.scales).take(rows, along_rows)
         zeros = None if part.zeros is None else _pick_numbers(mapped(part.zeros), rows, along_rows)
-        parts.append(ReadPart(len(rows), words, mapped(part.scales).take(rows, along_rows), zeros))
+        if stored.groups is not None:
+            scales = scales.take(stored.groups, along_columns)
+            zeros = None if zeros is None else zeros.take(stored.groups, along_columns)
+        parts.append(ReadPart(len(rows), words, scales, zeros))
     return parts
 
 
-def _pick_numbers(words: Array, order: NDArray[Any], axis: int) -> Array:
-    """Words of the numbers at these places of an axis along which 8 are in a word, the first in the lowest bits."""
+def _filling(stored: StoredWords, part: StoredPart) -> Array | None:
+    """What stands for 0 at each place that order leaves empty, [places, rows]."""
+    if stored.groups is None or stored.order is None:
+        return None
+    empty = np.flatnonzero(stored.order < 0)
+    return _zeros(stored, part)[:, stored.groups[empty // stored.group_size]].T
+
+
+def _pick_numbers(words: Array, order: NDArray[Any], axis: int, filling: Array | None = None) -> Array:
+    """Words of the numbers at these places of an axis along which 8 are in a word, the first in the lowest bits; of
+    those of filling in their order where a place is -1."""
     found = np.moveaxis(words.view(np.uint32), axis, 0)
     made = np.zeros((len(order) // 8, found.shape[1]), np.uint32)
+    rank = np.cumsum(order < 0) - 1  # among the empty places
     for place in range(8):
-        numbers = order[place::8]
+        numbers, empty = order[place::8], order[place::8] < 0
         shifts = (4 * (numbers % 8)).astype(np.uint32)[:, None]
-        made |= (found[numbers // 8] >> shifts & np.uint32(15)) << np.uint32(4 * place)
+        picked = found[numbers // 8] >> shifts & np.uint32(15)
+        if filling is not None:
+            picked[empty] = filling[rank[place::8][empty]]
+        made |= picked << np.uint32(4 * place)
     return np.ascontiguousarray(np.moveaxis(made, 0, axis)).view(np.int32)
 
 
@@ -146,7 +168,7 @@ def _scales(stored: StoredWords, part: StoredPart) -> Array:
 def _zeros(stored: StoredWords, part: StoredPart) -> Array:
     """[rows, groups] uint8."""
     if part.zeros is None:
-        return np.full((part.rows, stored.in_features // stored.group_size), SYMMETRIC_ZERO, np.uint8)
+        return np.full(_scales(stored, part).shape, SYMMETRIC_ZERO, np.uint8)
     if stored.layout == "rows":
         return unpack_words(mapped(part.zeros), BITS, axis=0)
     found = unpack_words(mapped(part.zeros), BITS, axis=1, order=ORDER if stored.layout == "awq" else None).T

@@ -17,14 +17,16 @@ MAX_TOKENS = 65535  # of a grid
 
 
 def gather_columns(x: Array, order: Array, *, device: Device) -> Array:
-    """y[:, k] = x[:, order[k]], [num_tokens, width] → the same; order [width] int32, a permutation."""
+    """y[:, k] = x[:, order[k]]: x [num_tokens, columns], order [width] int32 below columns → [num_tokens, width]."""
     kernel = "gather_columns"
     require(kernel, "order", order, (None,), np.int32)
-    require(kernel, "x", x, (None, order.shape[0]))
+    require(kernel, "x", x, (None, None))
     require_contiguous(kernel, "order", order)
-    num_tokens, width = x.shape
+    num_tokens, width = x.shape[0], order.shape[0]
     if x.itemsize != 2 or width % COLUMNS:
-        raise KernelError(f"{kernel}: x is {x.dtype} {list(x.shape)}; expected 16 bits and a multiple of 8 columns")
+        raise KernelError(
+            f"{kernel}: x is {x.dtype}, {width} columns of it; expected 16 bits and a multiple of 8 columns"
+        )
     y = device.empty((num_tokens, width), x.dtype)
     for first in range(0, num_tokens, MAX_TOKENS):
         rows = slice(first, first + MAX_TOKENS)

@@ -43,8 +43,12 @@ def decoding_ops() -> OpTable:
         steps = q.astype(np.float32) - zeros.astype(np.float32).repeat(size, 1)
         decoded = steps * scales.astype(np.float32).repeat(size, 1)
         if "order" in weight.tensors:
-            decoded = decoded[:, np.argsort(weight.tensors["order"])]
-        return ops.prepare(replace(weight, format="dense", tensors={"weight": decoded}))
+            order = weight.tensors["order"]
+            columns = np.zeros((order.max() + 1, len(decoded)), np.float32)
+            np.add.at(columns, order, decoded.T)
+            decoded = np.ascontiguousarray(columns.T)
+        in_features = decoded.shape[1]
+        return ops.prepare(replace(weight, format="dense", in_features=in_features, tensors={"weight": decoded}))
 
     return replace(ops, prepare=prepare)
 

@@ -136,13 +136,17 @@ def load(folder: Path, parallel: ParallelConfig) -> Weights:
     return load_weights(source, keep_packed(rank_weights(whole, config, parallel)), progress=False)
 
 
-def test_with_act_order_all_but_the_heads_row_split_stays_packed(tmp_path: Path) -> None:
+def test_with_act_order_all_stays_packed(tmp_path: Path) -> None:
+    """o_proj too, whose columns are cut by heads: each rank has some of every group, filled up to groups of 32."""
     folder = format_folder(tmp_path, format_config("llama"), "gptq_act_order")
     for rank in all_ranks(2):
         linears = load(folder, rank).linears
         formats = {name: linears[f"layers.0.{name}"].format for name in ("qkv_proj", "gate_up_proj", "down_proj")}
         assert formats == {"qkv_proj": PACKED, "gate_up_proj": PACKED_GATED, "down_proj": PACKED}
-        assert linears["layers.0.o_proj"].format == "dense"
+        o_proj = linears["layers.0.o_proj"]
+        assert o_proj.format == PACKED
+        assert 256 <= o_proj.in_features <= 512
+        assert len(o_proj.tensors["order"]) == o_proj.in_features == 32 * len(o_proj.tensors["scales"])
         assert "order" not in linears["layers.0.down_proj"].tensors
 
 

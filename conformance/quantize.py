@@ -1,6 +1,8 @@
 """Cases of activations in 8 bits: alone, behind a norm, and behind a residual add and a norm.
 
-A quotient that lies between two codes, as near as float32 can tell, may become either: it is left undecided.
+A quotient that lies between two codes, as near as float32 can tell, may become either: it is left undecided. A norm of
+4104 numbers is a sum of squares, 16 of a thread and then a tree of 10: 27 roundings, half of which reach the root;
+that rounds twice, two products, the scale's quotient and the number's once each: NEAR is 20 roundings.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ KINDS = ("int8", "fp8", "fp8_block")
 OPS = ("plain", "norm", "add-norm")
 GROUP = 128
 EPS = 1e-5
-NEAR = 8 * 2.0**-24  # relative: norm, scale and quotient in float32 round this often at most
+NEAR = 20 * 2.0**-24  # relative
 UNDECIDED = -1000  # no code
 FIXED = np.float32(0.0625)
 HOSTILE = ("zeros", "tiny", "tiniest", "subnormal", "large", "infinity", "nan", "steps")

@@ -31,11 +31,12 @@ Formats, whose goldens have layers of 160 and 13 tokens. Activations of 8 bits: 
 codes that rounding moves it to the other moves y by ‖step · a column of w‖ where ‖y‖ is rms(x) · √160 such columns, and
 that of one token in 13: step / rms(x) / √(160 · 13). The largest of 160 normal numbers is about 3 times their root mean
 square and has a code of 127, or of 448, where codes are 32 apart: the step is 3 / 127, or 3 / 14, and what it moves
-5.2e-4, or 4.7e-3. FORMAT_INT8 lets two activations move, FORMAT_FP8 one of the largest. Activations in floating point: a
-model of two layers is about 20 operations one after the other, each a sum of 160 whose roundings add up to 0.41 · √160 =
-5 units, or less: √20 · 6 units are 1.6e-6. The smallest fault, one code of 4 bits off by one (0.4 of the weights' root
-mean square) in a matrix of 160 × 160, is 0.4 / 160 = 2.5e-3 of its output. FORMAT_FLOAT is 60 times the one and a 25th
-of the other.
+5.2e-4, or 4.7e-3. FORMAT_INT8 lets two activations move, FORMAT_FP8 one of the largest.
+
+Activations in floating point: a model of two layers is about 20 operations one after the other, each a sum of 160 whose
+roundings add up to 0.41 · √160 = 5 units, or less: √20 · 6 units are 1.6e-6. The smallest fault, one code of 4 bits off
+by one (0.4 of the weights' root mean square) in a matrix of 160 × 160, is 0.4 / 160 = 2.5e-3 of its output.
+FORMAT_FLOAT is 60 times the one and a 25th of the other.
 
 Subnormals: NVRTC as CuPy calls it flushes them to zero, NumPy does not. compare divides by at least SMALLEST_NORMAL,
 so that a flushed value is off by at most 1 there; ref answers with such values only where whole rows of its output
@@ -119,7 +120,7 @@ FORMAT_FLOAT = Tolerance(
 )
 FORMAT_INT8 = Tolerance(
     norm=1e-3,
-    reason="two activations may be on the other side of an int8 step, by the rounding of what comes before: 5.2e-4 each",
+    reason="two activations may be on the other side of an int8 step, by rounding of what comes before: 5.2e-4 each",
 )
 FORMAT_FP8 = Tolerance(
     norm=5e-3,

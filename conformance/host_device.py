@@ -106,10 +106,11 @@ class HostDevice:
         if self._sanitizer:
             raise RuntimeError("kernels of ranks share memory, which launches under a sanitizer do not")
         with ThreadPoolExecutor(len(ranks), "host-rank") as team:
-            runs = [team.submit(self._as_rank, number, rank) for number, rank in enumerate(ranks)]
+            runs = [team.submit(self.as_rank, number, rank) for number, rank in enumerate(ranks)]
         return [run.result() for run in runs]
 
-    def _as_rank(self, number: int, rank: Callable[[], T]) -> T:
+    def as_rank(self, number: int, rank: Callable[[], T]) -> T:
+        """What this rank gives, in this thread; the others are threads with other numbers."""
         self._of_thread.rank = number
         return rank()
 

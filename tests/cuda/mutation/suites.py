@@ -23,7 +23,8 @@ from tests.cuda import test_linear, test_linear_w8, test_repack4, test_sampling
 from tests.cuda.edges import EDGES
 
 GPU_ONLY = ("_sm90",)  # endings of .cu files
-NOT_RUN = ("ptx.cuh", "ptx_sm90.cuh", "tile_walk.cuh")  # inline PTX, for which cuda/host/ptx.h stands; GPU-only kernels'
+# Inline PTX, for which cuda/host/ptx.h stands; GPU-only kernels'.
+NOT_RUN = ("ptx.cuh", "ptx_sm90.cuh", "grouped_sm90.cuh", "tile_walk.cuh")
 SHARED = {  # header that many include → whose cases must find its mutants, in this order
     "include/activation.cuh": ("activation", "linear"),
     "include/dtype.cuh": ("rmsnorm", "embedding"),

@@ -26,6 +26,7 @@ def follow(
         message = channel.receive()
         match message.kind:
             case Kind.STOP:
+                comm.close()
                 return
             case Kind.WARM:
                 settle()

@@ -51,6 +51,10 @@ class Communicator(Protocol):
         [num_logits, vocab_size] on rank 0, None on other ranks. Ranks of the last stage alone call it."""
         ...
 
+    def close(self) -> None:
+        """Returns when what was sent has been taken. The last call."""
+        ...
+
 
 class OneRank:
     """The communicator of a model that is not split: nothing to add up, so only the fused add + norm is left."""
@@ -88,3 +92,6 @@ class OneRank:
 
     def gather_logits(self, part: Array) -> Array | None:
         return part
+
+    def close(self) -> None:
+        pass

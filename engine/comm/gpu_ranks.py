@@ -91,6 +91,9 @@ class GpuRanks:
         takes = self._rank == 0
         return all_gather(part, self._stage.gathers, self._vocab_size, takes=takes, device=self._device)
 
+    def close(self) -> None:
+        pass
+
     def _sum(self, partial: Array, residual: Array | None) -> Array:
         if self._stage is None or self._plan is None:
             return partial if residual is None else self._one.reduce_add(partial, residual)

@@ -54,8 +54,7 @@ class MpiRanks:
 
     def send(self, residual: Float32) -> None:
         """Waits for the residual of the step before to be taken, not for this one."""
-        if self._sending is not None:
-            wait(self._sending[0])
+        self.close()
         kept = np.ascontiguousarray(residual)
         self._sending = self._world.Isend(kept, self._next), kept
 
@@ -72,3 +71,8 @@ class MpiRanks:
             return None
         whole = parts.swapaxes(0, 1).reshape(len(part), size * part.shape[1])
         return np.ascontiguousarray(whole[:, : self._vocab_size])
+
+    def close(self) -> None:
+        if self._sending is not None:
+            wait(self._sending[0])
+            self._sending = None

@@ -56,3 +56,6 @@ class Numbered:
         logits = self._comm.gather_logits(part)
         self._record.go_on()
         return logits
+
+    def close(self) -> None:
+        self._comm.close()

@@ -8,7 +8,7 @@ import importlib.util
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.admission import Limits
@@ -90,21 +90,21 @@ def build_engine(
     faults: Faults | None = None,
     progress: bool = True,
     ranks: Ranks | None = None,
-    problem: str = "",
+    problems: Sequence[str] = (),
 ) -> BuiltEngine:
     """Loads the model of a config. Of several ranks, rank 0 gets the engine; the others follow it until it is closed
     or its process ends, and their call does not return.
 
     Args:
         ranks: those of this job; by default what the MPI launcher has said.
-        problem: what hinders this rank already; it is said with all else.
+        problems: what hinders this rank already; it is said with all else.
 
     Raises:
         ConfigError, CheckpointError: the model cannot be served; the message says why.
         Followed: this rank has followed rank 0 to the end. It ends the process where it is not caught.
     """
     ranks = join_ranks(os.environ) if ranks is None else ranks
-    found = _find(config, ranks, problem)
+    found = _find(config, ranks, problems)
     with ranks.guard():
         return _build(config, ranks, found, faults, progress)
 
@@ -144,17 +144,17 @@ def _closing(channel: Publisher | None, ranks: Ranks) -> Callable[[], None]:
     return channel.stop
 
 
-def _find(config: EngineConfig, ranks: Ranks, problem: str) -> _Found:
+def _find(config: EngineConfig, ranks: Ranks, problems: Sequence[str]) -> _Found:
     """Raises ConfigError, CheckpointError where a rank has a reason, with those of all."""
     found = None
     with ranks.guard():
         try:
             found = _find_alone(config, ranks)
         except GlintError as error:
-            if ranks.size == 1 and not problem:
+            if ranks.size == 1:
                 raise
-            problem += f"\n{error}" if problem else str(error)
-    ranks.agree(problem, "looking at the model")
+            problems = (*problems, str(error))
+    ranks.agree(problems, "looking at the model")
     assert found is not None, "or there was a problem"
     return found
 
@@ -162,14 +162,13 @@ def _find(config: EngineConfig, ranks: Ranks, problem: str) -> _Found:
 def _find_alone(config: EngineConfig, ranks: Ranks) -> _Found:
     source = resolve(config.model)
     model_config = load_model_config(source)
-    say = logger.info if ranks.rank == 0 else logger.debug
-    say("%s: %s", source.name, summary(model_config))
+    logger.info("%s: %s", source.name, summary(model_config))
     _check_kv_cache_dtype(config, model_config)
     max_model_len = _max_model_len(config, model_config)
     tp, pp, why = choose_split(config, model_config, ranks.size, len(ranks.host_ranks))
     parallel = ParallelConfig(ranks.rank, tp, pp)
     if ranks.size > 1:
-        say("%d ranks: tensor parallel %d, pipeline parallel %d: %s", ranks.size, tp, pp, why)
+        logger.info("%d ranks: tensor parallel %d, pipeline parallel %d: %s", ranks.size, tp, pp, why)
     place = Place(ranks.host_rank, len(ranks.host_ranks))
     backend = make_backend(config, rank_config(model_config, parallel), place)
     logger.info("%s", backend.description)

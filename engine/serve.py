@@ -157,7 +157,7 @@ def serve(config: EngineConfig, ranks: Ranks) -> None:
         listener = listen(config.host, config.port)
     except ConfigError as error:
         if ranks.size > 1:
-            build_engine(config, ranks=ranks, problem=str(error))  # which says it with what else is wrong
+            build_engine(config, ranks=ranks, problems=(str(error),))  # which says it with what else is wrong
         raise
     url = f"http://{config.host}:{listener.getsockname()[1]}"
     front_end = FrontEnd(config, listener)
@@ -185,8 +185,12 @@ def main(argv: list[str]) -> int:
     """Returns the exit code: 0 after a stop, 1 after an error, 128 + the signal if stopped before ready."""
     try:
         environment = read_environment(os.environ)
+        rank = launched_rank(os.environ)
+        level = (
+            "WARNING" if rank and environment.log_level == "INFO" else environment.log_level
+        )  # rank 0 says it for all
+        set_up_logging(f"rank {rank}", level)
         ranks = join_ranks(os.environ)
-        set_up_logging(f"rank {ranks.rank}", environment.log_level)
         config = _parse(argv, ranks)
         serve(replace(config, api_key=config.api_key or environment.api_key), ranks)
     except StopSignal as stop:
@@ -202,16 +206,16 @@ def main(argv: list[str]) -> int:
 
 def _parse(argv: list[str], ranks: Ranks) -> EngineConfig:
     """The config, on all ranks; --help and problems are printed by rank 0 alone."""
-    config, problem = None, ""
+    config, problems = None, []
     with contextlib.redirect_stdout(sys.stdout if ranks.rank == 0 else io.StringIO()):
         try:
             config = parse_args(argv)
         except ConfigError as error:
-            problem = str(error)
+            problems.append(str(error))
         except SystemExit:
             ranks.leave()
             raise
-    ranks.agree(problem, "reading the flags")
+    ranks.agree(problems, "reading the flags")
     assert config is not None, "or there was a problem"
     return config
 

@@ -229,10 +229,10 @@ class Publisher:
     def publish(self, plan: StepPlan) -> None:
         seconds = self._pace.next(plan.num_tokens, self._record.seconds_since_change)
         self._record.plan(self._num_stages * seconds)
+        self._send(Message(Kind.STEP, plan))
         self._record.announce(plan.step)
         if self._num_stages == 1:  # or it begins once the stage before has sent what it needs
             self._record.begin()
-        self._send(Message(Kind.STEP, plan))
 
     def warm(self) -> None:
         self._send(Message(Kind.WARM))

@@ -6,13 +6,13 @@ MPI is imported by name, and only where its launcher has started more than one r
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
+import logging
 import os
 import re
-import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -24,11 +24,13 @@ from engine.comm.failure import Followed, Watch
 from engine.comm.launcher import hold_connections
 from engine.comm.mpi_sums import MpiComm
 from engine.comm.segment import Segment
-from engine.env import launched_ranks
+from engine.env import launched_rank, launched_ranks
 from engine.errors import ConfigError, EngineDeadError
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 FIRST_NAP_S, LONGEST_NAP_S = 50e-6, 2e-3
+STDERR = 2
 JOIN_S = 60.0  # for all ranks to come
 TAG = 7
 
@@ -99,12 +101,12 @@ class Ranks:
         addresses = self.gather(None if made is None else made.address, what)
         address = addresses[self.host_ranks[0]]
         assert address is not None, "the first rank of this host made one"
-        segment, problem = made, ""
+        segment, problems = made, []
         try:
             segment = made or Segment.open(address)
         except OSError as error:
-            problem = f"the shared memory of this host cannot be opened: {error}"
-        self.agree(problem, what)
+            problems.append(f"the shared memory of this host cannot be opened: {error}")
+        self.agree(problems, what)
         assert segment is not None, "or there was a problem"
         segment.close_file()
         return segment
@@ -122,7 +124,7 @@ class Ranks:
         if self.watch is not None:
             self.watch.mine.end(State.DONE)
 
-    def agree(self, problem: str, what: str) -> None:
+    def agree(self, problems: Sequence[str], what: str) -> None:
         """Goes on where no rank has a problem.
 
         Raises:
@@ -130,8 +132,8 @@ class Ranks:
             Followed: on the others.
         """
         said: dict[str, list[int]] = {}
-        for rank, text in enumerate(self.gather(problem, what)):
-            if text:
+        for rank, texts in enumerate(self.gather(problems, what)):
+            for text in texts:
                 said.setdefault(text, []).append(rank)
         lines = [
             text if len(ranks) == self.size else f"rank {', '.join(map(str, ranks))}: {text}"
@@ -179,9 +181,10 @@ def join_ranks(environ: Mapping[str, str]) -> Ranks:
 
 @cache  # MPI is there once in a process
 def _join(launched: int) -> Ranks:
-    late = threading.Timer(JOIN_S, _give_up, (launched,))
-    late.daemon = True
-    late.start()
+    if launched_rank(os.environ) == 0:
+        logger.info("MPI starts; all of its %d ranks must come within %.0f s", launched, JOIN_S)
+    # MPI waits for all ranks with the interpreter locked, so no thread of Python could end this
+    faulthandler.dump_traceback_later(JOIN_S, exit=True, file=STDERR)
     try:
         mpi = importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
@@ -189,7 +192,8 @@ def _join(launched: int) -> Ranks:
             f"started by MPI with {launched} ranks, but mpi4py does not load: {error}; "
             "pip install 'glint-llm[mpi]' brings it and MPICH"
         ) from error
-    late.cancel()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     world: World = mpi.COMM_WORLD
     if world.size != launched:
         library = mpi.Get_library_version().split("\n")[0].strip()
@@ -215,12 +219,6 @@ def _join(launched: int) -> Ranks:
     watch = Watch(world.rank, ranks.host_ranks, records, (lambda: None) if is_alone else (lambda: world.Abort(1)))
     watch.start()
     return replace(ranks, watch=watch)
-
-
-def _give_up(launched: int) -> None:
-    sys.stderr.write(f"MPI has not started after {JOIN_S:.0f} s: not all of its {launched} ranks have come\n")
-    sys.stderr.flush()
-    os._exit(1)
 
 
 def _drop_names() -> None:

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -21,6 +22,7 @@ from tests.engine.tiny_tokenizers import byte_level_tokenizer, write_tokenizer
 
 START_S = 60.0
 ROOT = Path(__file__).parents[2]
+MPIRUN = str(Path(sys.executable).parent / "mpirun")
 
 
 class Server:
@@ -56,6 +58,16 @@ class Server:
         (child,) = psutil.Process(self.process.pid).children()
         return child
 
+    @property
+    def ranks(self) -> list[psutil.Process]:
+        """The ranks that mpirun has started, in order."""
+        return [child for proxy in psutil.Process(self.process.pid).children() for child in proxy.children()]
+
+    @property
+    def errors(self) -> list[str]:
+        """Lines of what went wrong, from all ranks."""
+        return [line for line in self.lines if re.search(r" rank \d+ ERROR |^engine\.serve: ", line)]
+
     def metrics(self) -> dict[str, float]:
         """Engine metrics without labels, by name without prefix."""
         text = httpx.get(f"{self.url}/metrics").text
@@ -82,12 +94,24 @@ class Server:
         self.wait(10)
 
 
-def start(model: str | Path, *flags: str, new_group: bool = False) -> Server:
-    """Starts a server on a free port; does not wait for it."""
+def start(
+    model: str | Path,
+    *flags: str,
+    new_group: bool = False,
+    num_ranks: int = 0,
+    module: Sequence[str] = ("engine.serve",),
+) -> Server:
+    """Starts a server on a free port; does not wait for it.
+
+    Args:
+        num_ranks: by mpirun; 0 means without.
+        module: what to run, and its first arguments.
+    """
     command = [
+        *([MPIRUN, "-n", str(num_ranks)] if num_ranks else []),
         sys.executable,
         "-m",
-        "engine.serve",
+        *module,
         "--model",
         str(model),
         "--port",
@@ -106,9 +130,9 @@ def start(model: str | Path, *flags: str, new_group: bool = False) -> Server:
 
 
 @contextlib.contextmanager
-def running(model: str | Path, *flags: str) -> Iterator[Server]:
-    """A ready server, killed at the end."""
-    server = start(model, *flags)
+def running(model: str | Path, *flags: str, **details: Any) -> Iterator[Server]:
+    """A ready server, killed at the end; details are those of start."""
+    server = start(model, *flags, **details)
     try:
         yield server.wait_until_ready()
     finally:

@@ -17,9 +17,10 @@ from numpy.typing import DTypeLike, NDArray
 
 from conformance.case import Case, Outputs
 from conformance.end_to_end import CHUNKS
-from conformance.engine_run import LikeStore, make_runner, run_chunks
+from conformance.engine_run import LikeStore, run_chunks
 from conformance.golden_formats import FORMAT_FAMILIES, FORMATS, format_folder
 from conformance.golden_models import Config, random_ids
+from conformance.split_ranks import ranks_as_one
 from engine.ops import OpTable
 from ref.config import parse_config
 from ref.model.registry import forward
@@ -33,23 +34,31 @@ FAMILIES: dict[str, tuple[Config, str]] = {  # config, and the type that its ker
     "llama": (FORMAT_FAMILIES["llama"] | _SIZES | {"head_dim": 64}, "bfloat16"),
     "qwen2": (FORMAT_FAMILIES["qwen2"] | _SIZES, "float16"),
 }
+_HEADS_OF_128: Config = FAMILIES["llama"][0] | {"head_dim": 128}
+RANKED = ("gptq_act_order", "ct_int4", "fp8_block")  # on two ranks; of int8 each rank would find other scales of
+# activations than one rank does
 LOGITS = tuple(f"logits{i}" for i in range(len(PROMPT_LENGTHS)))
 
 
 def cases() -> list[Case]:
     """In their storage types already."""
-    return [_case(family, name) for family in FAMILIES for name in FORMATS if name != "bf16"]
+    alone = [
+        _case(f"{family}-{name}", family, *FAMILIES[family], name)
+        for family in FAMILIES
+        for name in FORMATS
+        if name != "bf16"
+    ]
+    return alone + [_case(f"{name}-two-ranks", "llama", _HEADS_OF_128, "bfloat16", name, 2) for name in RANKED]
 
 
-def _case(family: str, name: str) -> Case:
-    config, storage = FAMILIES[family]
+def _case(what: str, family: str, config: Config, storage: str, name: str, num_ranks: int = 1) -> Case:
     case = Case(
         stem="llama",
-        name=f"forward-{family}-{name}",
+        name=f"forward-{what}",
         axes={"family": family, "format": name},
         make_inputs=lambda seed: {"like": np.zeros(0, np.float32)},
         reference=partial(_reference, config, name),
-        candidate=partial(_candidate, config, name),
+        candidate=partial(_candidate, config, name, num_ranks),
         storages=(storage,),
         wide=LOGITS,
     )
@@ -72,9 +81,9 @@ def _reference(config: Config, name: str, like: Array, storage: str | None = Non
     }
 
 
-def _candidate(config: Config, name: str, ops: OpTable, like: NDArray[Any]) -> Outputs:
+def _candidate(config: Config, name: str, num_ranks: int, ops: OpTable, like: NDArray[Any]) -> Outputs:
     prompts = _prompts(config)
     with tempfile.TemporaryDirectory() as folder:
         format_folder(folder, config, name)
-        runner = make_runner(Path(folder), ops, prompts, store=LikeStore(like), packed=True)
+        runner = ranks_as_one(Path(folder), ops, prompts, num_ranks, store=LikeStore(like), packed=True)
     return {f"logits{i}": logits for i, logits in enumerate(run_chunks(runner, prompts, CHUNKS["chunks"]))}

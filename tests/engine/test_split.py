@@ -10,6 +10,7 @@ from conformance.engine_run import make_runner, run_chunks
 from conformance.golden_families import FAMILY_GOLDENS, family_model, family_prompts
 from conformance.golden_formats import FORMAT_FAMILIES, FORMATS, GROUP, Format, format_folder, grouped
 from conformance.golden_models import GOLDENS, Config, golden_model, random_ids, write_stored
+from conformance.split_ranks import all_ranks, decoding_ops, ranks_as_one
 from engine.checkpoint import quantized_folder, quantized_words, store, stored_tensor, stored_words
 from engine.checkpoint.loader import load_model_config, load_weights
 from engine.checkpoint.quantized import keep_packed
@@ -26,7 +27,6 @@ from engine.weights import Weights
 from ref.quant.compressed_tensors import ct_pack
 from ref.quant.gptq import gptq_pack
 from ref.quant.groups import unpack_words
-from tests.engine.split_ranks import all_ranks, decoding_ops, ranks_as_one
 
 OPS = cpu_ops()
 CHUNKS = (3, 17)  # of two prompts: a step of both, then decodes beside chunks

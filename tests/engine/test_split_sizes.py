@@ -10,6 +10,7 @@ from conformance.gguf_models import write_gguf
 from conformance.golden_families import FAMILY_GOLDENS, family_model
 from conformance.golden_formats import format_folder
 from conformance.golden_models import GOLDENS, golden_model, llama_config, llama_tensors, rand_model, random_ids
+from conformance.split_ranks import all_ranks
 from engine.checkpoint.loader import load_model_config
 from engine.checkpoint.source import resolve
 from engine.config import ModelConfig, ParallelConfig
@@ -19,7 +20,6 @@ from engine.ops import cpu_ops
 from engine.split import rank_config, rank_weights
 from engine.split_sizes import split_units
 from engine.weights import WeightMap
-from tests.engine.split_ranks import all_ranks
 from tests.engine.test_split import assert_as_one_rank, format_config
 
 OPS = cpu_ops()

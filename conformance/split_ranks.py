@@ -1,5 +1,7 @@
 """All ranks of a split model in one process, as one model: each piece is the sum of what theirs give."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -61,7 +63,12 @@ def in_rank_order(partials: Sequence[Array]) -> Array:
 
 
 def ranks_as_one(folder: Path, ops: OpTable, prompts: Prompts, tp: int, pp: int = 1, **how: Any) -> ModelRunner:
-    """A runner whose pieces are those of all ranks, stage after stage; each rank has its weights and its cache."""
+    """A runner whose pieces are those of all ranks, stage after stage; each rank has its weights and its cache.
+
+    how: as for make_runner.
+    """
+    if tp * pp == 1:
+        return make_runner(folder, ops, prompts, **how)
     stages = [
         [make_runner(folder, ops, prompts, parallel=rank, **how) for rank in all_ranks(tp, pp) if rank.stage == stage]
         for stage in range(pp)
@@ -90,7 +97,7 @@ def _pieces(stage: Sequence[ModelRunner]) -> list[Piece]:
 
 
 def _own(forward: Callable[..., Array], own: KVCache, hidden: Array, batch: ForwardBatch) -> Array:
-    return forward(hidden.copy(), batch, own)
+    return forward(hidden, batch, own)
 
 
 def _sum(each: Sequence[Callable[..., Array]], hidden: Array, batch: ForwardBatch, cache: KVCache) -> Array:

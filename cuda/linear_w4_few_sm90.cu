@@ -85,8 +85,9 @@ __global__ void __launch_bounds__(160 * kRowGroups * kStepGroups, kBlocks)
       const int quad = round.tile * kRowGroups + row_group, first = step_group * kDepth, item = lane - 4;
       const int steps = max(0, min(kDepth, width(round) - first)), rows = quad < num_quads ? steps : 0;
       if (lane == 0)
-        mbarrier_arrive_expect(full + stage, rows * (4 * kTileBytes + kGroups * (kScaleBytes + (kZeros ? kZeroBytes : 0))) +
-                                                 (row_group == 0 ? steps * kXBytes : 0));
+        mbarrier_arrive_expect(full + stage,
+                               rows * (4 * kTileBytes + kGroups * (kScaleBytes + (kZeros ? kZeroBytes : 0))) +
+                                   (row_group == 0 ? steps * kXBytes : 0));
       __syncwarp();
       if (rows == 0) return;
       if (lane < 4) {
@@ -136,11 +137,11 @@ __global__ void __launch_bounds__(160 * kRowGroups * kStepGroups, kBlocks)
   const int row_tile = 4 * row_group + warp % 4, group = lane / 4, pair = lane % 4;  // row_tile: of 16, in the tile
   const unsigned long long b = tile_descriptor(x_stages + step_group * kDepth * kXBytes, 16, 1024);
   const Masks masks{__shfl_sync(~0u, 0x000f000fu << lane, 0), __shfl_sync(~0u, 0x00f000f0u << lane, 0)};
-  const unsigned char* const my_words = weight_stages + row_tile * kRoundTile + step_group * kDepth * kTileBytes + lane * 16;
-  const unsigned char* const my_scales =
-      group_stages + step_group * kDepth * kGroups * kGroupBytes + row_group * kScaleBytes + (4 * group + warp % 4) * 4;
-  const unsigned char* const my_zeros = group_stages + step_group * kDepth * kGroups * kGroupBytes + kRowGroups * kScaleBytes +
-                                        row_group * kZeroBytes + (4 * group + warp % 4) * 2;
+  const int my_first = step_group * kDepth, my_pair = 4 * group + warp % 4;
+  const unsigned char* const my_words = weight_stages + row_tile * kRoundTile + my_first * kTileBytes + lane * 16;
+  const unsigned char* const my_groups = group_stages + my_first * kGroups * kGroupBytes;
+  const unsigned char* const my_scales = my_groups + row_group * kScaleBytes + my_pair * 4;
+  const unsigned char* const my_zeros = my_groups + kRowGroups * kScaleBytes + row_group * kZeroBytes + my_pair * 2;
   float sums[kSums], part[kSums];
 #pragma unroll
   for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
@@ -150,38 +151,35 @@ __global__ void __launch_bounds__(160 * kRowGroups * kStepGroups, kBlocks)
     const int tile = now.tile;
     mbarrier_wait(full + stage, parity);
     const int steps = tile * kRowGroups + row_group < num_quads ? min(kDepth, width(now) - step_group * kDepth) : 0;
-    unsigned a[2][4][4], scale_pair[kGroups], zero_pair[kGroups];  // of a step, a of each half
-    const auto load = [&](int step, int half) {
-      if (half == 0)
-#pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
-          const int at = ((stage * kRound + step) * kGroups + g) * kGroupBytes;
-          scale_pair[g] = *reinterpret_cast<const unsigned*>(my_scales + at);
-          zero_pair[g] = kZeros ? *reinterpret_cast<const unsigned short*>(my_zeros + at) : 0x0808u;
-        }
-      const uint4 packed = load16(my_words + stage * kWeightBytes + step * kTileBytes + half * (kTileBytes / 2));
-      const unsigned words[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) integers(words[j], zero_pair[(4 * half + j) * kGroups / 8], masks, a[half][j], T{});
-    };
-    if (steps > 0) load(0, 0);
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
-      const unsigned long long here = b + static_cast<unsigned>(stage * kRound + step) * (kXBytes / 16u);
-      float scale[kGroups][2];
+      const int place = stage * kRound + step;
+      const unsigned long long here = b + static_cast<unsigned>(place) * (kXBytes / 16u);
+      uint4 packed[2];
+      unsigned scale_pair[kGroups], zero_pair[kGroups], a[2][4][4];
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g)
+      for (int half = 0; half < 2; ++half)
+        packed[half] = load16(my_words + stage * kWeightBytes + step * kTileBytes + half * (kTileBytes / 2));
 #pragma unroll
-        for (int h = 0; h < 2; ++h) scale[g][h] = to_float(fp16{static_cast<unsigned short>(scale_pair[g] >> 16 * h)});
+      for (int g = 0; g < kGroups; ++g) {
+        const int at = (place * kGroups + g) * kGroupBytes;
+        scale_pair[g] = *reinterpret_cast<const unsigned*>(my_scales + at);
+        zero_pair[g] = kZeros ? *reinterpret_cast<const unsigned short*>(my_zeros + at) : 0x0808u;
+      }
       const auto add = [&](int g) {
         wgmma_wait<0>();
         settled(part);
+        float scale[2];
 #pragma unroll
-        for (int i = 0; i < kSums; ++i) sums[i] = fmaf(part[i], scale[g][i / 2 % 2], sums[i]);
+        for (int h = 0; h < 2; ++h) scale[h] = to_float(fp16{static_cast<unsigned short>(scale_pair[g] >> 16 * h)});
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) sums[i] = fmaf(part[i], scale[i / 2 % 2], sums[i]);
       };
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (half == 1) load(step, 1);
+        const unsigned words[4] = {packed[half].x, packed[half].y, packed[half].z, packed[half].w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) integers(words[j], zero_pair[(4 * half + j) * kGroups / 8], masks, a[half][j], T{});
         wgmma_fence();
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -189,15 +187,12 @@ __global__ void __launch_bounds__(160 * kRowGroups * kStepGroups, kBlocks)
           const int product = 4 * half + j;
           wgmma_from_registers(part, a[half][j], advanced(here, half * kBoxBytes + 32 * j), product % kProducts > 0, T{});
           if (product % 4 == 3 || product % kProducts == kProducts - 1) wgmma_commit();
-          if (product % kProducts == kProducts - 1 && product < 7) {
+          if (product % kProducts == kProducts - 1) {
             add(product / kProducts);
-            wgmma_fence();
+            if (product < 7) wgmma_fence();
           }
         }
       }
-      wgmma_wait<1>();  // the first half is done with its registers
-      if (step + 1 < steps) load(step + 1, 0);
-      add(kGroups - 1);
     }
     __syncwarp();
     if (lane == 0) mbarrier_arrive(empty + stage);

@@ -9,12 +9,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from engine.admission import Limits
 from engine.api import ModelInfo
 from engine.backends.backend import ALONE, Backend, Place
 from engine.blocks import BlockManager
+from engine.checkpoint.fingerprint import fingerprint
 from engine.checkpoint.loader import load_model_config
 from engine.checkpoint.source import ModelSource, resolve
 from engine.choose_split import choose_split
@@ -43,6 +44,8 @@ from engine.swap import swap_bytes
 from engine.system import has_nvidia_driver
 
 logger = logging.getLogger(__name__)
+
+MAY_DIFFER = ("model", "api_key", "host", "port", "num_threads")  # from rank to rank: the same model elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +134,10 @@ def _build(config: EngineConfig, ranks: Ranks, found: _Found, faults: Faults | N
         max_logprobs=config.max_logprobs,
         default_sampling=found.model_config.default_sampling,
     )
-    close = _closing(channel, ranks)
+    close = (lambda: None) if channel is None else channel.stop
+    if channel is not None:
+        atexit.register(close)
     return BuiltEngine(engine, info, source, part.memory, found.backend.description, close)
-
-
-def _closing(channel: Publisher | None, ranks: Ranks) -> Callable[[], None]:
-    """Lets the ranks that follow go; at the end of the process, if nobody asks for it before."""
-    if channel is None:
-        return lambda: None
-    atexit.register(ranks.leave)
-    atexit.register(channel.stop)
-    return channel.stop
 
 
 def _find(config: EngineConfig, ranks: Ranks, problems: Sequence[str]) -> _Found:
@@ -156,7 +152,23 @@ def _find(config: EngineConfig, ranks: Ranks, problems: Sequence[str]) -> _Found
             problems = (*problems, str(error))
     ranks.agree(problems, "looking at the model")
     assert found is not None, "or there was a problem"
+    if ranks.size > 1:
+        _check_same(config, ranks, found.source)
     return found
+
+
+def _check_same(config: EngineConfig, ranks: Ranks, source: ModelSource) -> None:
+    """Raises ConfigError where a rank has another model than rank 0, or was started with other flags."""
+    mine = {name: value for name, value in asdict(config).items() if name not in MAY_DIFFER}
+    first, model = ranks.gather((mine, fingerprint(source)), "comparing the models")[0]
+    problems = [
+        f"--{name.replace('_', '-')} is {value}, and {first[name]} on rank 0: start all ranks with the same flags"
+        for name, value in mine.items()
+        if value != first[name]
+    ]
+    if fingerprint(source) != model:
+        problems.append(f"{source.path} is another model than that of rank 0; give all ranks the same files")
+    ranks.agree(problems, "comparing the models")
 
 
 def _find_alone(config: EngineConfig, ranks: Ranks) -> _Found:

@@ -19,6 +19,7 @@ from types import FrameType
 
 from engine.api import TokenEvent
 from engine.build import BuiltEngine, build_engine
+from engine.comm.launcher import relaunch
 from engine.comm.ranks import Ranks, join_ranks
 from engine.config import EngineConfig
 from engine.env import launched_rank, read_environment
@@ -192,6 +193,9 @@ def main(argv: list[str]) -> int:
         set_up_logging(f"rank {rank}", level)
         ranks = join_ranks(os.environ)
         config = _parse(argv, ranks)
+        num_ranks = (config.tensor_parallel_size or 1) * (config.pipeline_parallel_size or 1)
+        if ranks.size == 1 and num_ranks > 1:
+            relaunch(num_ranks, ["-m", "engine.serve", *argv])
         serve(replace(config, api_key=config.api_key or environment.api_key), ranks)
     except StopSignal as stop:
         number = stop.args[0]
@@ -212,9 +216,6 @@ def _parse(argv: list[str], ranks: Ranks) -> EngineConfig:
             config = parse_args(argv)
         except ConfigError as error:
             problems.append(str(error))
-        except SystemExit:
-            ranks.leave()
-            raise
     ranks.agree(problems, "reading the flags")
     assert config is not None, "or there was a problem"
     return config

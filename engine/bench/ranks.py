@@ -59,7 +59,6 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"idle: {ranks.size - 1} ranks use {idle:.1%} of one core together")
         else:
             ranks.gather(_read(channel), "the figures")
-        ranks.leave()
 
 
 def _publish(

@@ -33,6 +33,7 @@ class Doing(IntEnum):
     COMPUTING = 0
     WAITING = 1  # for other ranks, in a collective
     IDLE = 2  # there is no step for it
+    MEETING = 3  # with all others, before there are steps
 
 
 class Record:
@@ -80,6 +81,9 @@ class Record:
 
     def idle(self) -> None:
         self._change(Doing.IDLE)
+
+    def meet(self) -> None:
+        self._change(Doing.MEETING)
 
     def _change(self, doing: Doing) -> None:
         self._words[_SINCE] = time.monotonic_ns()

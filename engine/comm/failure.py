@@ -7,20 +7,23 @@ tells its front end first, so that it answers "not healthy" for as long as it is
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 from engine.comm.board import Doing, Record, State
 from engine.comm.launcher import launchers
-from engine.errors import GlintError, StopSignal
+from engine.errors import ConfigError, GlintError, StopSignal
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,10 @@ PATIENCE_S = 3.0  # of a rank that waits to be ended by the one who names
 
 class Followed(SystemExit):
     """Raised in ranks other than 0 where there is nothing left for them to do. It ends the process if not caught."""
+
+
+class AgreedError(ConfigError):
+    """All ranks know of it, and end by themselves."""
 
 
 class Watch:
@@ -53,21 +60,20 @@ class Watch:
         self._ending = threading.Lock()
 
     def start(self) -> None:
-        """From now on, until the process ends."""
+        """From now on, until the process ends: then this rank is done, unless it has failed."""
+        atexit.register(self.mine.end, State.DONE)
         threading.excepthook = self._on_thread_error
+        sys.excepthook = self._on_error
         threading.Thread(target=self._run, name="ranks-watch", daemon=True).start()
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """What is raised inside ends the job; Followed ends this rank alone, as it should."""
+        """What is raised inside ends the job; AgreedError and Followed end this rank alone, as they should."""
         try:
             yield
-        except Followed:
-            self.mine.end(State.DONE)
+        except (AgreedError, Followed):
             raise
         except GlintError as error:
-            if self.mine.state is State.DONE:  # all ranks know
-                raise
             self.fail(str(error))
         except StopSignal as stop:
             logger.info("stopped by %s before it was ready", stop.args[0].name)
@@ -113,7 +119,8 @@ class Watch:
             self.mine.beat()
             for file in found:
                 poller.unregister(file)
-            reason, silent = self._launcher_gone(found) or self._dead(found, dead) or self._failed(), set[int]()
+            reason = self._launcher_gone(found) or self._dead(found, dead) or self._failed() or self._missed(dead)
+            silent: Set[int] = frozenset()
             if not reason and time.monotonic() - looked < SILENT_S:  # or this process was stopped, as others may be
                 silent = self._stopped()
                 reason = self._late(silent)
@@ -158,6 +165,13 @@ class Watch:
                 return _said(number, record)
         return ""
 
+    def _missed(self, dead: Set[int]) -> str:
+        """Whether this rank waits for others before there are steps, and one of them has ended."""
+        if not dead or self.mine.doing is not Doing.MEETING or self.mine.seconds_since_change < HANG_S:
+            return ""
+        number = min(dead)
+        return f"rank {number} (pid {self._peers[number].pid}) has ended, and others wait for it"
+
     def _stopped(self) -> set[int]:
         """Ranks that a signal or a debugger has stopped."""
         return {
@@ -191,6 +205,15 @@ class Watch:
             f"rank {late} (pid {everybody[late].pid}) {how}{_where(everybody[late])}: rank {longest} has waited for "
             f"{waited:.1f} s in step {waiter.step}, collective {waiter.collective} (limit {limit:.1f} s)"
         )
+
+    def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """What nothing in the main thread has caught."""
+        if issubclass(kind, KeyboardInterrupt):
+            self.end_all("", 128 + signal.SIGINT)
+        if not issubclass(kind, AgreedError):
+            logger.error("rank %d: an exception that nothing catches", self._rank, exc_info=(kind, error, trace))
+            self.fail(f"{kind.__name__}: {error}")
+        sys.__excepthook__(kind, error, trace)
 
     def _on_thread_error(self, arguments: threading.ExceptHookArgs) -> None:
         if arguments.exc_value is None or isinstance(arguments.exc_value, SystemExit):

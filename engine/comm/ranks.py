@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,8 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from engine.comm.board import RECORD_BYTES, Record, State
-from engine.comm.failure import Followed, Watch
+from engine.comm.board import RECORD_BYTES, Record
+from engine.comm.failure import AgreedError, Followed, Watch
 from engine.comm.launcher import hold_connections
 from engine.comm.mpi_sums import MpiComm
 from engine.comm.segment import Segment
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 FIRST_NAP_S, LONGEST_NAP_S = 50e-6, 2e-3
 STDERR = 2
+SHARED_MEMORY, SHARED_BYTES = "/dev/shm", 4 << 20  # of a rank; MPICH takes one MiB, and what messages lie in
 JOIN_S = 60.0  # for all ranks to come
 TAG = 7
 
@@ -69,7 +71,16 @@ class Ranks:
         """
         if self.control is None:
             return [value]
-        control, deadline = self.control, time.monotonic() + deadline_s
+        if self.watch is None:
+            return self._gather(self.control, value, what, deadline_s)
+        self.watch.mine.meet()
+        try:
+            return self._gather(self.control, value, what, deadline_s)
+        finally:
+            self.watch.mine.idle()
+
+    def _gather(self, control: World, value: T, what: str, deadline_s: float) -> list[T]:
+        deadline = time.monotonic() + deadline_s
         if self.rank != 0:
             request = control.isend(value, 0, TAG)
             if not _nap_until(lambda: control.Iprobe(0, TAG), deadline + deadline_s):
@@ -119,11 +130,6 @@ class Ranks:
         """What is raised inside ends all ranks of many, see Watch.guard."""
         return nullcontext() if self.watch is None else self.watch.guard()
 
-    def leave(self) -> None:
-        """This rank ends as it should, whatever the others do."""
-        if self.watch is not None:
-            self.watch.mine.end(State.DONE)
-
     def agree(self, problems: Sequence[str], what: str) -> None:
         """Goes on where no rank has a problem.
 
@@ -141,10 +147,9 @@ class Ranks:
         ]
         if not lines:
             return
-        self.leave()
         if self.rank != 0:
             raise Followed(1)
-        raise ConfigError("\n".join(lines))
+        raise AgreedError("\n".join(lines))
 
 
 def _nap_until(condition: Callable[[], bool], deadline: float) -> bool:
@@ -176,6 +181,8 @@ def join_ranks(environ: Mapping[str, str]) -> Ranks:
         ConfigError: mpi4py or an MPI library is not there, or the library is not the launcher's.
     """
     launched = launched_ranks(environ)
+    if launched > 1:
+        _check_shared_memory(launched)
     return Ranks() if launched == 1 else _join(launched)
 
 
@@ -219,6 +226,17 @@ def _join(launched: int) -> Ranks:
     watch = Watch(world.rank, ranks.host_ranks, records, (lambda: None) if is_alone else (lambda: world.Abort(1)))
     watch.start()
     return replace(ranks, watch=watch)
+
+
+def _check_shared_memory(num_ranks: int) -> None:
+    """Raises ConfigError where MPI would die of a bus error."""
+    needed = SHARED_BYTES * num_ranks
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if free < needed:
+        raise ConfigError(
+            f"{SHARED_MEMORY} has {free / 1e6:.0f} MB free, and MPI needs {needed / 1e6:.0f} MB of it for {num_ranks} "
+            "ranks; make it larger (docker run --shm-size=1g), or remove what is left there"
+        )
 
 
 def _drop_names() -> None:

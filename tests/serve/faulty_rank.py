@@ -69,8 +69,12 @@ def plant(fault: str) -> None:
             at_step(lambda: time.sleep(1000))
         case "late":
             time.sleep(60)
+        case "no memory":
+            engine.comm.ranks.SHARED_BYTES = 1 << 60
         case "no mpi":
             sys.modules["mpi4py"] = None  # type: ignore[assignment]
+        case "flags" | "model":
+            pass  # see main
         case _:
             raise ValueError(fault)
 
@@ -78,7 +82,11 @@ def plant(fault: str) -> None:
 def main(fault: str, rank: str, *flags: str) -> int:
     engine.comm.ranks.JOIN_S = 5.0
     if rank in ("all", str(launched_rank(os.environ))):
-        plant(fault)
+        plant(fault.partition("=")[0])
+        if fault == "flags":
+            return engine.serve.main([*flags, "--block-size", "8"])
+        if fault.startswith("model="):
+            return engine.serve.main([*flags, "--model", fault.removeprefix("model=")])
     return engine.serve.main(list(flags))
 
 

@@ -170,6 +170,41 @@ def test_dst_03_what_one_rank_says_of_its_checkpoint_is_said_once(model: Path) -
     assert "Traceback" not in "".join(server.lines)
 
 
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("flags", "rank 1: --block-size is 8, and 16 on rank 0: start all ranks with the same flags"),
+        ("model=other", "is another model than that of rank 0"),
+        ("model=none.gguf", "there is no such file or folder"),
+    ],
+)
+def test_dst_03_what_differs_between_ranks_is_refused(model: Path, tmp_path: Path, fault: str, says: str) -> None:
+    if fault == "model=other":
+        text_model(tmp_path / "other", max_position_embeddings=16384, seed=5)
+    if fault.startswith("model="):
+        fault = f"model={tmp_path / fault.removeprefix('model=')}"
+    server = faulty(model, fault)
+    assert server.wait(15) == 1
+    log = "".join(server.lines)
+    assert log.count(says) == 1
+    assert "rank 1: " in log
+    assert "loaded" not in log
+    assert "Traceback" not in log
+
+
+def test_shared_memory_that_is_too_small_is_said_once(model: Path) -> None:
+    server = faulty(model, "no memory", "all")
+    assert server.wait(15) == 1
+    assert sum("docker run --shm-size=1g" in line for line in server.lines) == 1
+
+
+def test_without_mpirun_it_starts_its_ranks_itself(model: Path) -> None:
+    with running(model, "-tp", "2") as server:
+        assert len(server.ranks) == 2
+        assert "tensor parallel 2, pipeline parallel 1: as asked for" in "".join(server.lines)
+        assert server.stop() == 0
+
+
 def test_dst_04_all_that_hinders_ranks_is_said_once_before_weights_are_read(model: Path) -> None:
     """The port is taken, and the model cannot be cut so."""
     with socket.socket() as taken:
@@ -243,3 +278,27 @@ def test_the_bench_of_ranks_prints_its_figures() -> None:
     assert run.returncode == 0, run.stderr
     assert len(run.stdout.splitlines()) == 4
     assert "idle: 1 ranks use" in run.stdout
+
+
+OFFLINE = """
+import sys
+from engine.llm import LLM, SamplingParams
+print("begins")
+llm = LLM(model=sys.argv[1], device="cpu", num_threads=1)
+print(llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0].token_ids)
+if sys.argv[2:]:
+    raise ValueError("of the script")
+"""
+
+
+def test_a_script_runs_to_its_end_on_rank_0_alone(model: Path) -> None:
+    """LLM() returns there; the other ranks follow in it, and end with rank 0."""
+    command = [sys.executable, "-c", OFFLINE, str(model)]
+    alone = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    ranks = subprocess.run([MPIRUN, "-n", "2", *command], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert alone.returncode == ranks.returncode == 0, ranks.stderr
+    assert sorted(ranks.stdout.splitlines()) == sorted(["begins", *alone.stdout.splitlines()])
+    failing = [MPIRUN, "-n", "2", *command, "fail"]
+    ended = subprocess.run(failing, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert ended.returncode != 0
+    assert "ValueError: of the script" in ended.stderr

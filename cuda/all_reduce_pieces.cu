@@ -154,7 +154,7 @@ struct Work {
 };
 
 template <typename T, int kWorld, Wire kWire>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     all_reduce_pieces(const T* x, const T* residual, T* y, int size, int chunk, Exchange exchange) {
   dependency_wait();
   dependency_launch();

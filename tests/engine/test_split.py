@@ -213,3 +213,24 @@ def test_rows_and_columns_are_picked_from_words(tmp_path: Path, layout: Layout) 
             unpacked = unpacked if layout == "rows" else unpacked.T + np.uint8(1) & np.uint8(15)
             np.testing.assert_array_equal(unpacked, zeros[own])
             np.testing.assert_array_equal(found.scales if layout == "rows" else found.scales.T, scales[own])
+
+
+@pytest.mark.parametrize("name", ["gptq_act_order", "awq", "ct_int4_symmetric", "fp8_block", "ct_int8", "bf16"])
+def test_dummy_weights_of_a_rank_have_the_shapes_of_its_own(tmp_path: Path, name: str) -> None:
+    """A config alone is enough; where columns are filled up in a file, they are not here."""
+    folder = format_folder(tmp_path, format_config("llama"), name)
+    source = resolve(str(folder))
+    config = load_model_config(source)
+    for rank in all_ranks(2):
+        whole = ARCHITECTURES[config.architecture].weight_map(config)
+        weight_map = keep_packed(rank_weights(whole, config, rank))
+        made = load_weights(source, weight_map, load_format="dummy")
+        read = load_weights(source, weight_map, progress=False)
+        for dest, weight in made.linears.items():
+            shapes = {key: tensor.shape for key, tensor in weight.tensors.items()}
+            if dest.endswith("o_proj") and name == "gptq_act_order":
+                assert shapes["order"] == (weight.in_features,) == (256,)
+                continue
+            found = read.linears[dest]
+            assert (weight.format, shapes) == (found.format, {key: t.shape for key, t in found.tensors.items()})
+        assert made.arrays["embed_tokens"].shape == read.arrays["embed_tokens"].shape

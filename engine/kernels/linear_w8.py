@@ -45,7 +45,6 @@ class Few:
     token_tiles: int
     warps: int
     stages: int
-    blocks_per_sm: int
 
     @property
     def rows(self) -> int:
@@ -53,12 +52,7 @@ class Few:
 
     def most_rows(self, num_rows: int, device: Device) -> int:
         """Of a weight, that one SM has, if no block shares a tile."""
-        blocks = self.blocks_per_sm * device.num_sms
-        return ceil_div(ceil_div(num_rows, self.rows), blocks) * self.blocks_per_sm * self.rows
-
-    def room(self, device: Device) -> int:
-        """Bytes of shared memory that each block can have. An SM has 1 KiB more than a block, and each takes 1 KiB."""
-        return (device.max_shared_bytes + 1024) // self.blocks_per_sm - 1024
+        return ceil_div(ceil_div(num_rows, self.rows), device.num_sms) * self.rows
 
     def shared_bytes(self, num_tokens: int, num_steps: int, blocks: bool, whole: bool, itemsize: int = 1) -> int:
         """blocks: scales are of blocks; whole: all of x is there, else it comes with numbers of itemsize bytes."""
@@ -69,10 +63,10 @@ class Few:
 
 
 CHOICES = (  # (most tokens, sizes), as measured on an H200 through the kernels of a layer of an 8B model
-    (2, Few(2, 1, 8, 4, 1)),
-    (8, Few(2, 1, 8, 3, 1)),
-    (16, Few(2, 2, 8, 3, 1)),
-    (32, Few(2, 4, 8, 2, 1)),
+    (2, Few(2, 1, 8, 4)),
+    (8, Few(2, 1, 8, 3)),
+    (16, Few(2, 2, 8, 3)),
+    (32, Few(2, 4, 8, 2)),
 )
 MIN_STAGES = 2
 FLOAT32 = np.dtype(np.float32)
@@ -160,11 +154,11 @@ def launch_few(
     whole = x.itemsize == 2 and not decoded
     shape = (num_tokens, num_steps, blocks, whole, x.itemsize)
     few = _choose(shape, device)
-    tiles, room = ceil_div(weight.out_features, few.rows), few.blocks_per_sm * device.num_sms
+    tiles = ceil_div(weight.out_features, few.rows)
     idle = few.most_rows(weight.out_features, device) - weight.out_features / device.num_sms
     split = idle * in_features > IDLE_BYTES
     units = tiles * num_steps if split else tiles
-    num_blocks = min(room, units)
+    num_blocks = min(device.num_sms, units)
     sums = np.int32 if weight.format == INT8 else np.float32
     partials = device.empty((num_blocks, 2, 8 * few.token_tiles, few.rows), sums)
     coding = "Decoded" if decoded else CODES[kind_of(weight)][0]
@@ -187,12 +181,10 @@ Shape = tuple[int, int, bool, bool, int]  # arguments of Few.shared_bytes
 
 
 def _choose(shape: Shape, device: Device) -> Few:
-    """The sizes for so many tokens, with fewer blocks, stages or warps if there is too little shared memory."""
+    """The sizes for so many tokens, with fewer stages or warps if there is too little shared memory."""
     few = next(few for most, few in CHOICES if shape[0] <= most)
-    while few.shared_bytes(*shape) > few.room(device):
-        if few.blocks_per_sm > 1:
-            few = replace(few, blocks_per_sm=few.blocks_per_sm - 1)
-        elif few.stages > MIN_STAGES:
+    while few.shared_bytes(*shape) > device.max_shared_bytes:
+        if few.stages > MIN_STAGES:
             few = replace(few, stages=few.stages - 1)
         else:
             few = replace(few, warps=few.warps // 2)

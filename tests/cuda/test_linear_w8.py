@@ -155,8 +155,7 @@ def test_choices_are_in_order() -> None:
     assert [most for most, _ in CHOICES] == sorted(most for most, _ in CHOICES)
     assert all(8 * few.token_tiles >= most for most, few in CHOICES)
     assert (
-        Few(2, 1, 8, 4, 1).shared_bytes(1, 32, blocks=False, whole=False)
-        == 8 * 4 * 33 * 128 + 2 * 8 * 8 * 36 * 4 + 16 + 4
+        Few(2, 1, 8, 4).shared_bytes(1, 32, blocks=False, whole=False) == 8 * 4 * 33 * 128 + 2 * 8 * 8 * 36 * 4 + 16 + 4
     )
 
 

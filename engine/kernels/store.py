@@ -71,6 +71,8 @@ class GpuStore:
         self._jobs_ahead = JOBS_AHEAD * threads
         number = cupy.cuda.Device().id
         self._team = ThreadPoolExecutor(threads, initializer=self._begin, initargs=(number,))
+        for _ in range(threads):
+            self._team.submit(int)  # nothing; so that they have their memory by the time that headers have been read
         self._sent: deque[Future[None]] = deque()  # not known to be on the stream
         self._later: deque[tuple[int, Sequence[Future[None]], Callable[[], None]]] = deque()  # what is done with it
 

@@ -1,7 +1,8 @@
 """How rank 0's plans reach the ranks that follow: integers in shared memory on its own host, MPI to other hosts.
 
 On a host: places for some messages, and a sequence word that counts messages and on which followers sleep. Of p places
-message n lies in place n mod p, and is written once all have read message n − p, so nothing is overwritten unread.
+message n lies in place n mod p, and is written once all are done with message n − p: plans are read where they lie, and
+nothing is overwritten in use.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from engine.system import usable_cores
 
 # A follower that waits longer sleeps; to wake it takes tens of microseconds, or hundreds on a virtual machine. Where
 # there are cores for all, it spins for as long as rank 0 takes from one step to the next.
-SPIN_S, LONG_SPIN_S = 20e-6, 2e-3
+SPIN_S, LONG_SPIN_S = 20e-6, 5e-3
 CORES_PER_RANK = 2  # from so many on there are
 SLEEP_S = 1.0  # then it looks again
 FIRST_NAP_S, LONGEST_NAP_S = 50e-6, 2e-3  # of who polls MPI, or waits for readers: long enough to burn no core
 TAG = 11
 HEAD = 6  # numbers before the arrays
-PLACES = 2  # at least; with stages one more than these, as so many plans are under way
+PLACES = 3  # with one stage: the plan in use, the next, and one that is written; each stage more has one in use
 FIRST_STEP_S = 60.0  # a step is planned to take, while none has been seen
 WORD = 0xFFFFFFFF  # the sequence word has 32 bits, as futex asks; counts of messages go on
 SCALARS = ("slots", "starts", "num_logits", "samples", "rope_lens", "two_way_lens")  # one number a sequence
@@ -96,8 +97,7 @@ def unpack(numbers: Int32) -> Message:
 class SharedPlaces:
     """The places of one host in shared memory: their layout, and both ends.
 
-    A line for the sequence word, a line a reader with the number of messages it has read, then the places: a line with
-    the length of the message, and the message.
+    A line for the sequence word, a line a reader with the number of messages it is done with, then the places.
     """
 
     def __init__(self, segment: Segment, num_readers: int, num_places: int, capacity: int) -> None:
@@ -107,9 +107,10 @@ class SharedPlaces:
         self._sequence = segment.word32(0)
         self._readers = range(num_readers)
         self._written = 0
-        size = _place_bytes(capacity)
-        self._firsts = [(1 + num_readers) * LINE + place * size for place in range(num_places)]
-        self._places = [np.frombuffer(segment.memory, np.int32, capacity, first + LINE) for first in self._firsts]
+        first, size = (1 + num_readers) * LINE, _place_bytes(capacity)
+        self._places = [
+            np.frombuffer(segment.memory, np.int32, capacity, first + place * size) for place in range(num_places)
+        ]
 
     @staticmethod
     def num_bytes(num_readers: int, num_places: int, capacity: int) -> int:
@@ -118,32 +119,28 @@ class SharedPlaces:
     def write(self, parts: Sequence[NDArray[np.int32 | np.bool_]]) -> None:
         number = self._written + 1
         self._wait_for_readers(number - len(self._places))
-        place, length = number % len(self._places), sum(map(len, parts))
-        np.concatenate(parts, out=self._places[place][:length], casting="unsafe")
-        self._words[self._firsts[place] // 8] = length
+        place = self._places[number % len(self._places)]
+        np.concatenate(parts, out=place[: sum(map(len, parts))], casting="unsafe")
         self._written = number
         self._sequence.value = number & WORD
         futex.wake(self._sequence)
 
     def _wait_for_readers(self, number: int) -> None:
-        """Until all have read that many messages."""
+        """Until all are done with so many messages."""
         nap = FIRST_NAP_S
         while any(self._words[self._word_of(reader)] < number for reader in self._readers):
             time.sleep(nap)
             nap = min(2 * nap, LONGEST_NAP_S)
 
-    def read(self, reader: int) -> Int32:
-        """The next message for a reader, copied."""
-        mine = self._word_of(reader)
-        seen: int = self._words[mine]
+    def read(self, reader: int, number: int) -> Int32:
+        """Message `number`, counted from 1, where it lies, in a longer array. The one before may be overwritten now."""
+        seen = number - 1
+        self._words[self._word_of(reader)] = seen
         spin_until = time.perf_counter() + self._spin_s
         while self._sequence.value == seen & WORD:
             if time.perf_counter() > spin_until:
                 futex.wait(self._sequence, seen & WORD, SLEEP_S)
-        place = (seen + 1) % len(self._places)
-        numbers = self._places[place][: self._words[self._firsts[place] // 8]].copy()
-        self._words[mine] = seen + 1
-        return numbers
+        return self._places[number % len(self._places)]
 
     @staticmethod
     def _word_of(reader: int) -> int:
@@ -151,17 +148,19 @@ class SharedPlaces:
 
 
 def _place_bytes(capacity: int) -> int:
-    return LINE + -(-4 * capacity // LINE) * LINE
+    return -(-4 * capacity // LINE) * LINE
 
 
 class SharedReceiver:
     """The end of a follower on rank 0's host."""
 
     def __init__(self, places: SharedPlaces, reader: int) -> None:
-        self._places, self._reader = places, reader
+        self._places, self._reader, self._number = places, reader, 0
 
     def receive(self) -> Message:
-        return unpack(self._places.read(self._reader))
+        """Waits for the next one; its arrays are good until the next call."""
+        self._number += 1
+        return unpack(self._places.read(self._reader, self._number))
 
 
 class MpiReceiver:
@@ -227,9 +226,9 @@ class Publisher:
         self._stopped = False
 
     def publish(self, plan: StepPlan) -> None:
-        seconds = self._pace.next(plan.num_tokens, self._record.seconds_since_change)
-        self._record.plan(self._num_stages * seconds)
+        idle_s = self._record.seconds_since_change
         self._send(Message(Kind.STEP, plan))
+        self._record.plan(self._num_stages * self._pace.next(plan.num_tokens, idle_s))
         self._record.announce(plan.step)
         if self._num_stages == 1:  # or it begins once the stage before has sent what it needs
             self._record.begin()

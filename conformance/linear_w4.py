@@ -54,6 +54,8 @@ SHAPES = {
     "tiles-of-tokens": Shape(300, 1152, 520, 128, zeros=True, bias=True),
     "wide-tiles": Shape(900, 192, 2320, 64, zeros=True, bias=True),  # enough of them for most SMs of a large GPU
     "wide-tiles-32": Shape(900, 160, 2320, 32),
+    "shared-tiles": Shape(300, 2048, 1040, 128, zeros=True, bias=True),  # each by four clusters of a large GPU
+    "shared-tiles-32": Shape(520, 1120, 1048, 32),  # by two
     "logits-one-token": Shape(1, 256, 200, 128, op="logits"),
     "logits-many-tokens": Shape(66, 256, 72, 64, zeros=True, op="logits"),
     "gated-no-tokens": Shape(0, 128, 64, 128, activation="silu"),
@@ -63,6 +65,7 @@ SHAPES = {
     "gated-seventeen-tokens": Shape(17, 256, 144, 64, activation="silu"),
     "gated-many-tokens": Shape(80, 256, 144, 128, zeros=True, bias=True, activation="silu"),
     "gated-tiles-of-tokens": Shape(520, 640, 592, 128, activation="silu"),
+    "gated-last-round": Shape(3900, 1024, 1168, 128, bias=True, activation="silu"),  # whole tiles, then shared ones
     "gated-wide-tiles": Shape(1030, 256, 2080, 128, zeros=True, bias=True, activation="silu"),
 }
 

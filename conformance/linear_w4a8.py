@@ -50,6 +50,9 @@ SHAPES = {
     "groups-32": Shape(256, 224, 80, 32, zeros=True, bias=True),
     "groups-64-fp8": Shape(256, 448, 64, 64, FP8, zeros=True),
     "groups-256": Shape(384, 768, 128, 256, zeros=True),
+    "wide-tiles": Shape(900, 256, 2320, 128, zeros=True, bias=True),  # enough of them for most SMs of a large GPU
+    "wide-tiles-fp8": Shape(900, 256, 2320, 128, FP8),
+    "gated-wide-tiles": Shape(1030, 256, 2080, 128, zeros=True, bias=True, activation="silu"),
     "gated": Shape(300, 384, 144, 128, zeros=True, bias=True, activation="silu"),
     "gated-odd-fp8": Shape(270, 336, 80, -1, FP8, bias=True, activation="gelu_new"),
 }

@@ -101,6 +101,17 @@ __device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes
                : "memory");
 }
 
+// The other way: a box from shared memory, of which what lies outside the array is left out. What is written there must be
+// fenced (fence_async_shared) before. The thread that has started copies ends them as a group, and waits until all that it
+// has ended so have read shared memory.
+__device__ __forceinline__ void copy_box_out(const TensorMap& map, const void* from, int i, int j) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
+               "r"(shared_address(from)), "r"(i), "r"(j)
+               : "memory");
+}
+__device__ __forceinline__ void boxes_out_end() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void boxes_out_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
 // cp_async of 16 bytes of long rows that are read once: L2 fetches the 256 bytes around them.
 __device__ __forceinline__ void cp_async_stream(void* shared, const void* global, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),

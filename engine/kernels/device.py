@@ -35,7 +35,7 @@ class Boxes:
     """
 
     array: Array
-    box: tuple[int, ...]  # size along each axis; rows of 128 bytes along the last
+    box: tuple[int, ...]  # size along each axis; rows of 128 bytes, or 64, along the last
 
 
 Argument = Array | np.generic | Boxes | None

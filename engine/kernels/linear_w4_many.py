@@ -38,15 +38,15 @@ class Wgmma:
 
 WIDE = Wgmma("linear_w4_sm90", 128, 64, 5, 32768, 0, 67584)  # tiles of 256 tokens by 256 rows
 NARROW = Wgmma("linear_w4_narrow_sm90", 64, 128, 4, 40960, 384, 34048)  # of 128 tokens
-# (most tokens, most wide tiles for each pair of SMs, what is best up to there): as measured on an H200 at the shapes of
-# a 72B model with 64, 256, 512, 2048 and 8192 tokens. Decoding the weight for the vendor's library took 1.9, 1.6, 1.4,
-# 1.08 and 1.05 times as long.
-CHOICES: tuple[tuple[float, float, Wgmma], ...] = (
-    (128, float("inf"), NARROW),
-    (float("inf"), 0.5, NARROW),
-    (float("inf"), float("inf"), WIDE),
-)
-TILE_TOKENS, TILE_ROWS = 256, 256
+# Milliseconds of the linear layers of a 72B model on an H200, narrow tiles and wide ones: 42.9 and 58.7 for 128 tokens,
+# 59.3 and 51.0 for 192, 61.1 and 53.4 for 256, 119 and 97.9 for 512. The weight decoded for the vendor's library takes
+# 1.9, 1.6 and 1.4 times as long for 64, 256 and 512 tokens; for 8192, until power is the limit of both, 1854 for 1785.
+NARROW_TOKENS = 128  # up to here
+TILE_TOKENS, TILE_ROWS = 256, 256  # of WIDE
+OUT_BYTES, GATED_OUT_BYTES = 128, 64  # a token of a box of its y
+SPLITS = (4, 2)  # clusters that share a tile of the last round
+PARTIALS = TILE_TOKENS * TILE_ROWS  # sums that each of them leaves to the last
+LEAST_STEPS = 8  # of 64 columns, for each of them
 WHOLE = 30  # by so many bits a group index is shifted where there is one group
 
 
@@ -92,24 +92,35 @@ def linear_w4_dequantize(weight: LinearWeight, dtype: Any, *, device: Device) ->
     return y
 
 
-def choose(num_tokens: int, out_features: int, device: Device) -> Wgmma:
-    """The first line of CHOICES that fits."""
-    share = ceil_div(num_tokens, TILE_TOKENS) * ceil_div(out_features, TILE_ROWS) / (device.num_sms // 2)
-    return next(kernel for tokens, tiles, kernel in CHOICES if num_tokens <= tokens and share <= tiles)
+def splits_of_last_round(num_tokens: int, weight: LinearWeight, device: Device) -> tuple[int, int]:
+    """(how many clusters share a tile of the last round, tiles that are shared): as many as there are clusters for."""
+    clusters = device.num_sms // 2
+    last = ceil_div(num_tokens, TILE_TOKENS) * ceil_div(weight.out_features, TILE_ROWS) % clusters
+    steps = ceil_div(weight.in_features, WIDE.step)
+    found = (splits for splits in SPLITS if 0 < last * splits <= clusters and steps >= LEAST_STEPS * splits)
+    splits = next(found, 1)
+    return splits, last if splits > 1 else 0
 
 
 def _launch_large(kernel: str, x: Array, weight: LinearWeight, activation: str, y: Array, device: Device) -> None:
-    tensors, chosen = weight.tensors, choose(x.shape[0], weight.out_features, device)
+    tensors, chosen = weight.tensors, NARROW if x.shape[0] <= NARROW_TOKENS else WIDE
     groups, shift = step_groups(weight, chosen.step)
     types = f"{type_name(kernel, 'x', x)}, {activation}, {literal('zeros' in tensors)}"
+    packed = tensors["weight"], tensors["scales"], tensors.get("zeros"), weight.bias
+    sizes = x.shape[0], weight.out_features, weight.in_features, shift
+    if chosen is WIDE:
+        splits, shared = splits_of_last_round(x.shape[0], weight, device)
+        out_bytes = OUT_BYTES if activation == "kNone" else GATED_OUT_BYTES
+        partials = device.empty((shared * splits, PARTIALS), np.float32)
+        out = Boxes(y, (TILE_TOKENS, out_bytes // y.itemsize))
+        arguments = [out, *packed, partials, device.counters, *map(np.int32, (*sizes, splits))]
+    else:
+        arguments = [*packed, y, *map(np.int32, sizes)]
     device.launch(
         Instance(chosen.stem, f"{chosen.stem}<{types}, {groups}, {chosen.stages}>"),
         (device.num_sms // 2 * 2,),
         (384,),
-        [
-            *(Boxes(x, (chosen.box_tokens, 64)), tensors["weight"], tensors["scales"], tensors.get("zeros")),
-            *(weight.bias, y, *map(np.int32, (x.shape[0], weight.out_features, weight.in_features, shift))),
-        ],
+        [Boxes(x, (chosen.box_tokens, 64)), *arguments],
         shared_bytes=chosen.shared_bytes(groups),
     )
 

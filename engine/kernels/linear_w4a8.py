@@ -25,7 +25,9 @@ MIN_TOKENS = 256
 STEP = 128  # columns of a step of linear_w4a8_sm90
 TOKENS = 128  # of a product
 CLUSTER = 2  # blocks
+ROWS = 256  # of a weight, of a tile
 STAGES = {1: 6, 2: 4}  # by the products a warpgroup has
+IDLE = 0.5  # of the SMs that tiles with two products would leave without work, where one is quicker
 
 
 def is_worth_it(x: Array, weight: LinearWeight) -> bool:
@@ -56,6 +58,15 @@ def _suits(weight: LinearWeight, y: Array, device: Device) -> bool:
     return bool(device.has_wgmma) and y.shape[1] % 8 == 0 and weight.in_features % PAIRED == 0 and y.dtype != np.float32
 
 
+def _subtiles(y: Array, weight: LinearWeight, groups: int, device: Device) -> int:
+    """Two products, the quicker form, unless there are too few tiles for it.
+
+    With more than a group in a step there are too few registers. 256 tokens of 8192 rows on an H200: half the SMs.
+    """
+    tiles = ceil_div(y.shape[0], 2 * TOKENS) * ceil_div(weight.out_features, ROWS)
+    return 1 if groups > 1 or tiles <= IDLE * (device.num_sms // CLUSTER) else 2
+
+
 def _rounded(x: Array, kind: str, device: Device) -> Array:
     """x as its codes say it."""
     codes, scales = quantize_activations(x, kind, device=device)
@@ -65,7 +76,7 @@ def _rounded(x: Array, kind: str, device: Device) -> Array:
 def _launch(x: Array, weight: LinearWeight, activation: str, y: Array, device: Device) -> None:
     codes, x_scale = quantize_activations(x, weight.activations, device=device, pairs=True)
     tensors, (groups, shift) = weight.tensors, step_groups(weight, STEP)
-    subtiles = 1 if groups > 1 else 2  # with more groups in a step there are too few registers for the quicker form
+    subtiles = _subtiles(y, weight, groups, device)
     stages = STAGES[subtiles]
     types = f"{type_name('linear_w4a8_sm90', 'y', y)}, {CODE_TYPES[codes.dtype]}, {activation}"
     device.launch(

@@ -9,7 +9,8 @@ from engine.errors import KernelError
 from engine.kernels.device import Boxes
 
 TYPES = {"uint8": 0, "int8": 0, "float16": 6, "bfloat16": 9}  # CUtensorMapDataType
-SWIZZLE_128_BYTES, FETCH_128_BYTES = 3, 2  # CUtensorMapSwizzle; CUtensorMapL2promotion: what L2 fetches at least
+SWIZZLES = {64: 2, 128: 3}  # bytes of a box's row → CUtensorMapSwizzle
+FETCH_128_BYTES = 2  # CUtensorMapL2promotion: what L2 fetches at least
 MAP_BYTES = 128
 ALIGNMENT = 64
 
@@ -23,11 +24,14 @@ def tensor_map(boxes: Boxes) -> Map:
         KernelError: the driver refuses: an axis but the last, or the address, is not at multiples of 16 bytes.
     """
     array = boxes.array
-    return _encoded(array.data.ptr, array.dtype.name, array.shape, array.strides, boxes.box)
+    swizzle = SWIZZLES[boxes.box[-1] * array.itemsize]
+    return _encoded(array.data.ptr, array.dtype.name, array.shape, array.strides, boxes.box, swizzle)
 
 
 @lru_cache(maxsize=4096)  # the caches of every layer come again in every step
-def _encoded(address: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Map:
+def _encoded(
+    address: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
+) -> Map:
     """The driver counts the last axis first, and wants no stride of it."""
     room = ctypes.create_string_buffer(MAP_BYTES + ALIGNMENT)
     at = -ctypes.addressof(room) % ALIGNMENT
@@ -42,7 +46,7 @@ def _encoded(address: int, dtype: str, shape: tuple[int, ...], strides: tuple[in
         (ctypes.c_uint32 * rank)(*reversed(box)),
         (ctypes.c_uint32 * rank)(*[1] * rank),
         0,  # numbers lie as they do in the array
-        SWIZZLE_128_BYTES,
+        swizzle,
         FETCH_128_BYTES,
         0,  # what lies outside is 0
     )

@@ -114,6 +114,7 @@ class OnDevice:
     def __init__(self, address: int) -> None:
         self.data = type("Memory", (), {"ptr": address})
         self.dtype, self.shape, self.strides = np.dtype(BF16), (5, 16, 2, 128), (8192, 512, 256, 2)
+        self.itemsize = self.dtype.itemsize
 
 
 def test_the_driver_is_told_the_last_axis_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +127,13 @@ def test_the_driver_is_told_the_last_axis_first(monkeypatch: pytest.MonkeyPatch)
     assert (sizes, strides[:3], box, steps) == ([128, 2, 16, 5], [256, 512, 8192], [64, 1, 16, 1], [1, 1, 1, 1])
     assert rest == [0, 3, 2, 0]
     assert maps.tensor_map(Boxes(OnDevice(0x7000), (1, 16, 1, 64))) is found, "the same array is described once"
+
+
+def test_a_row_of_a_box_says_how_it_is_swizzled(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    monkeypatch.setattr(maps, "_library", lambda: driver)
+    maps.tensor_map(Boxes(OnDevice(0x7000), (1, 16, 1, 32)))
+    assert driver.asked[-4:] == [0, 2, 2, 0]
 
 
 def test_what_the_driver_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

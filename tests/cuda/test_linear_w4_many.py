@@ -49,19 +49,10 @@ def launched(num_tokens: int, weight: LinearWeight, device: Hopper) -> Sequence[
     return device.arguments
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "rows", "stem"),
-    [
-        (128, 256 * 40, NARROW.stem),
-        (129, 256 * 5, NARROW.stem),  # five tiles of 256 tokens
-        (129, 256 * 5 + 1, WIDE.stem),
-        (257, 256 * 2, NARROW.stem),
-        (257, 256 * 3, WIDE.stem),
-    ],
-)
-def test_narrow_tiles_where_wide_ones_leave_half_of_the_sms_idle(num_tokens: int, rows: int, stem: str) -> None:
+@pytest.mark.parametrize(("num_tokens", "stem"), [(128, NARROW.stem), (129, WIDE.stem)])
+def test_narrow_tiles_for_no_more_tokens_than_one_has(num_tokens: int, stem: str) -> None:
     device = Hopper()
-    x, *_ = launched(num_tokens, packed(8 * -(-rows // 8), 256), device)
+    x, *_ = launched(num_tokens, packed(1288, 256), device)
     assert [instance.stem for instance in device.instances] == [stem]
     assert device.grid == (20,)
     assert isinstance(x, Boxes)
@@ -80,11 +71,45 @@ def test_narrow_tiles_where_wide_ones_leave_half_of_the_sms_idle(num_tokens: int
 )
 def test_groups_of_a_step(group_size: int, narrow: tuple[int, int], wide: tuple[int, int]) -> None:
     """A step has 128 columns in narrow tiles and 64 in wide ones."""
-    for num_tokens, stages, (groups, shift) in ((100, 4, narrow), (900, 5, wide)):
+    for num_tokens, stages, (groups, shift), behind in ((100, 4, narrow, ()), (900, 5, wide, (1,))):
         device = Hopper()
-        *_, found = launched(num_tokens, packed(1024, 2048, group_size), device)
-        assert found == shift
+        arguments = launched(num_tokens, packed(1024, 2048, group_size), device)
+        assert tuple(arguments[-1 - len(behind) :]) == (shift, *behind)
         assert device.instances[-1].entry.endswith(f"sm90<fp16, kNone, false, {groups}, {stages}>")
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "rows", "in_features", "splits", "shared"),
+    [
+        (512, 256, 2048, 4, 2),  # two tiles, of which each gets four of the ten clusters
+        (512, 256, 1984, 2, 2),  # 31 steps: eight for each of three
+        (512, 256, 960, 1, 0),
+        (512, 512, 2048, 2, 4),
+        (512, 768, 2048, 1, 0),  # six tiles for ten clusters
+        (512, 256 * 5, 2048, 1, 0),  # ten: none is left for a last round
+        (512, 256 * 6, 2048, 4, 2),
+    ],
+)
+def test_tiles_of_the_last_round_are_shared(
+    num_tokens: int, rows: int, in_features: int, splits: int, shared: int
+) -> None:
+    device = Hopper()
+    *_, partials, counters, _, _, _, _, found = launched(num_tokens, packed(rows, in_features, 64), device)
+    assert found == splits
+    assert isinstance(partials, np.ndarray)
+    assert partials.shape == (shared * splits, 256 * 256)
+    assert counters is device.counters
+
+
+@pytest.mark.parametrize(("gated", "columns"), [(False, 64), (True, 32)])
+def test_y_leaves_in_boxes_of_what_a_warpgroup_has(gated: bool, columns: int) -> None:
+    device = Hopper()
+    weight, x = packed(256 * 5, 256, gated=gated), np.zeros((512, 256), np.float16)
+    y = linear_gate_up_act(x, weight, "silu", device=device) if gated else linear(x, weight, device=device)
+    box = device.arguments[1]
+    assert isinstance(box, Boxes)
+    assert box.array is y
+    assert box.box == (256, columns)
 
 
 def test_what_wgmma_cannot_write_is_decoded() -> None:
@@ -99,7 +124,7 @@ def test_a_gated_weight_is_one_launch() -> None:
     device = Hopper()
     y = linear_gate_up_act(np.zeros((300, 256), np.float16), packed(512, 256, gated=True), "gelu", device=device)
     assert y.shape == (300, 256)
-    assert [instance.entry for instance in device.instances] == ["linear_w4_narrow_sm90<fp16, kGelu, false, 1, 4>"]
+    assert [instance.entry for instance in device.instances] == ["linear_w4_sm90<fp16, kGelu, false, 1, 5>"]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 300])

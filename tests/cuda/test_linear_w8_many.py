@@ -99,15 +99,15 @@ def test_refusals(x: Any, x_scale: Any, weight: LinearWeight, message: str) -> N
 @pytest.mark.parametrize(
     ("num_tokens", "kind", "group_size", "wanted"),
     [
-        (255, "int8", 128, ["linear_w4_narrow_sm90<bf16, kNone, true, 1, 4>"]),
-        (256, "", 128, ["linear_w4_narrow_sm90<bf16, kNone, true, 1, 4>"]),
+        (255, "int8", 128, ["linear_w4_sm90<bf16, kNone, true, 1, 5>"]),
+        (256, "", 128, ["linear_w4_sm90<bf16, kNone, true, 1, 5>"]),
         (
             256,
             "int8",
             128,
             [
                 "quantize<signed char, false, bf16, 1, true>",
-                "linear_w4a8_sm90<bf16, signed char, kNone, true, 1, 2, 4>",
+                "linear_w4a8_sm90<bf16, signed char, kNone, true, 1, 1, 6>",
             ],
         ),
         (
@@ -132,7 +132,18 @@ def test_gated_packed_weights_too() -> None:
     weight = LinearWeight(PACKED_GATED, 128, 256, blank4(128, 256, 128, False), None, "fp8")
     y = linear_w4_gate_up_act(np.zeros((300, 256), BF16), weight, "silu", device=notes)
     assert y.shape == (300, 64)
-    assert entries(notes)[-1] == "linear_w4a8_sm90<bf16, e4m3, kSilu, false, 1, 2, 4>"
+    assert entries(notes)[-1] == "linear_w4a8_sm90<bf16, e4m3, kSilu, false, 1, 1, 6>"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "rows", "products"), [(256, 8448, 1), (256, 8456, 2), (512, 4096, 1), (512, 4352, 2)]
+)
+def test_a_product_more_where_tiles_are_enough_for_half_of_the_sms(num_tokens: int, rows: int, products: int) -> None:
+    """Of 256 tokens by 256 rows, for 66 pairs of SMs."""
+    notes = Notes(*HOPPER)
+    weight = LinearWeight(PACKED, rows, 256, blank4(rows, 256, 128, False), None, "int8")
+    linear_w4(np.zeros((num_tokens, 256), BF16), weight, device=notes)
+    assert entries(notes)[-1].endswith(f"false, 1, {products}, {6 if products == 1 else 4}>")
 
 
 def test_weights_of_other_formats_stay_as_they_are() -> None:

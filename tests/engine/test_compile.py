@@ -46,6 +46,7 @@ SPILLS = {  # entry → most bytes, stores and loads, and why
     r"kv_cache_copy<\w+>": 8,  # in no step
     r"attention_decode<\w+, 96, 8, 3>": 60,  # of sm_80; no model that is served has such heads
     r"attention_prefill<\w+, 128, 2, 4, 2>": 64,  # 16 of sm_86 and 89, 64 of sm_100 and 120, beside 255 registers
+    r"linear_w4_sm90<.*>": 96,  # what is needed between two tiles
     r"attention_prefill_sm90<\w+, 256, 64, 2>": 80,  # what is needed between two items
 }
 

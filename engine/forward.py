@@ -52,8 +52,10 @@ class EagerForward:
         rope_rows = self._rope.rows(token_positions(plan), plan.rope_lens[token_sequences(plan)])
         batch = build_batch(plan, self._cache.block_size, rope_rows)
         token_ids = plan.token_ids
-        if (token_ids < 0).any():
-            token_ids = np.where(token_ids < 0, self._last_ids[-1 - token_ids], token_ids)
+        unknown = token_ids < 0
+        if unknown.any():
+            token_ids = token_ids.copy()
+            token_ids[unknown] = self._last_ids[-1 - token_ids[unknown]]
         return replace(batch, token_ids=token_ids)
 
     def __call__(self, batch: ForwardBatch) -> Array:

@@ -124,6 +124,8 @@ class ModelRunner:
             logits_hook(logits, slots)
         draw = self.sampler.start(logits, slots)
         self.forward.remember(slots, draw.sampled[0])
+        if self.comm.shares_ids:
+            self.comm.share_ids(draw.sampled[0], len(slots))
         return StartedStep(draw, scores)
 
     def _finish(self, started: StartedStep) -> StepResult:
@@ -167,6 +169,9 @@ def follow(plan: StepPlan, model: Model, forward: Forward, comm: Communicator) -
         comm.gather_logits(model.logits(hidden[rows]))
     if plan.samples.any():
         comm.gather_logits(model.logits(forward.rows(hidden, last_rows(plan))))
+        if comm.shares_ids:
+            slots = plan.slots[plan.samples]
+            forward.remember(slots, comm.share_ids(None, len(slots)))
 
 
 def last_rows(plan: StepPlan) -> NDArray[np.int32]:

@@ -20,6 +20,7 @@ class Communicator(Protocol):
 
     is_first: bool  # this rank's stage has the embedding
     is_last: bool  # … the final norm and the head
+    shares_ids: bool  # what rank 0 samples is given to its stage at once, so that the next plan may name it by slot
 
     def reduce(self, partial: Array) -> Array:
         """The sum of partials, [num_tokens, hidden_size]: what the embedding gives."""
@@ -51,6 +52,10 @@ class Communicator(Protocol):
         [num_logits, vocab_size] on rank 0, None on other ranks. Ranks of the last stage alone call it."""
         ...
 
+    def share_ids(self, ids: Array | None, num_ids: int) -> Array:
+        """What rank 0 has sampled, [num_ids] int32, on all ranks of its stage; the others bring None."""
+        ...
+
     def close(self) -> None:
         """Returns when what was sent has been taken. The last call."""
         ...
@@ -60,6 +65,7 @@ class OneRank:
     """The communicator of a model that is not split: nothing to add up, so only the fused add + norm is left."""
 
     is_first = is_last = True
+    shares_ids = False
 
     def __init__(self, ops: OpTable) -> None:
         self._ops = ops
@@ -92,6 +98,9 @@ class OneRank:
 
     def gather_logits(self, part: Array) -> Array | None:
         return part
+
+    def share_ids(self, ids: Array | None, num_ids: int) -> Array:
+        return ids
 
     def close(self) -> None:
         pass

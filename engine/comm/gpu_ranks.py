@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from engine.comm.communicator import OneRank
 from engine.comm.ways import Plan, Way
 from engine.config import ModelConfig, ParallelConfig
@@ -49,6 +51,7 @@ class GpuRanks:
         previous: Line | None = None,
         following: Line | None = None,
     ) -> None:
+        self.shares_ids = False
         self.is_first = parallel.stage == 0
         self.is_last = parallel.stage == parallel.pipeline_parallel_size - 1
         self._one, self._device, self._dtype = OneRank(ops), device, dtype
@@ -90,6 +93,15 @@ class GpuRanks:
         self._check(self._stage)
         takes = self._rank == 0
         return all_gather(part, self._stage.gathers, self._vocab_size, takes=takes, device=self._device)
+
+    def share_ids(self, ids: Array | None, num_ids: int) -> Array:
+        """They travel as if they were numbers of another kind: nothing is computed."""
+        assert self._stage is not None, "there are others"
+        self._check(self._stage)
+        row = self._device.empty((1, num_ids), np.float32) if ids is None else ids.view(np.float32).reshape(1, num_ids)
+        shared = all_gather(row, self._stage.gathers, num_ids, num_senders=1, device=self._device)
+        assert shared is not None, "every rank takes them"
+        return shared.reshape(num_ids).view(np.int32)
 
     def close(self) -> None:
         pass

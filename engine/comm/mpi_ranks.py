@@ -22,6 +22,8 @@ class MpiRanks:
     rank, the way between stages and the logits are always exact.
     """
 
+    shares_ids = False  # a step ends before it is known anyway
+
     def __init__(
         self,
         ops: OpTable,
@@ -71,6 +73,11 @@ class MpiRanks:
             return None
         whole = parts.swapaxes(0, 1).reshape(len(part), size * part.shape[1])
         return np.ascontiguousarray(whole[:, : self._vocab_size])
+
+    def share_ids(self, ids: Array | None, num_ids: int) -> Array:
+        shared = np.empty(num_ids, np.int32) if ids is None else np.ascontiguousarray(ids, np.int32)
+        wait(self._stage.Ibcast(shared, 0))
+        return shared
 
     def close(self) -> None:
         if self._sending is not None:

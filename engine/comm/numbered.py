@@ -15,7 +15,7 @@ class Numbered:
     """See engine.comm.communicator.Communicator."""
 
     def __init__(self, comm: Communicator, record: Record) -> None:
-        self.is_first, self.is_last = comm.is_first, comm.is_last
+        self.is_first, self.is_last, self.shares_ids = comm.is_first, comm.is_last, comm.shares_ids
         self._comm, self._record = comm, record
 
     def norm(self, x: Array, norm: Norm) -> Array:
@@ -56,6 +56,12 @@ class Numbered:
         logits = self._comm.gather_logits(part)
         self._record.go_on()
         return logits
+
+    def share_ids(self, ids: Array | None, num_ids: int) -> Array:
+        self._record.wait()
+        shared = self._comm.share_ids(ids, num_ids)
+        self._record.go_on()
+        return shared
 
     def close(self) -> None:
         self._comm.close()

@@ -127,6 +127,22 @@ def test_split_models_give_the_logits_of_one_rank(tp: int, pp: int, way: str, on
     assert found < TOLERANCE
 
 
+@pytest.mark.parametrize("num_ids", [1, 4, 7])
+def test_ids_of_rank_0_are_shared(num_ids: int, one_rank: tuple[Path, list[Any]]) -> None:
+    """Bit by bit: as float32 some of them are NaN, or too small for a GPU."""
+    config = load_model_config(resolve(str(one_rank[0])))
+    ids = np.array([0, 1, 2**31 - 1, 0x7F800001, 151_643, 0x7FC00000, 5][:num_ids], np.int32)
+    job = Job(2, 1, "window")
+
+    def of_rank(rank: int) -> Any:
+        device = job.devices[rank]
+        comm = job.comm(rank, kernel_ops(device, KernelSampling(device, 64, 64)), config)
+        return comm.share_ids(ids if rank == 0 else None, num_ids)
+
+    for found in job.run(of_rank):
+        np.testing.assert_array_equal(np.asarray(found), ids)
+
+
 def test_a_rank_that_gave_up_ends_the_engine() -> None:
     exchange = make_exchanges(memory(), 2, "window", SLOTS).channels[0]
     line = Line(exchange, lambda: [Report(rank=0, peer=1, channel=3, number=77)])

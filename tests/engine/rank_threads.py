@@ -69,6 +69,14 @@ class ThreadComm:
         size = int(np.count_nonzero(everyone[:, 0] == color))
         return ThreadComm(self._wires.group(color), key, size)
 
+    def Ibcast(self, buf: Array, root: int) -> Done | Arriving:
+        if self.rank != root:
+            return Arriving([(self._wires.queue("all", root, self.rank), buf)])
+        for dest in range(self.size):
+            if dest != root:
+                self._put("all", buf, dest)
+        return Done()
+
     def Isend(self, buf: Array, dest: int) -> Done:
         return self._put("point", buf, dest)
 

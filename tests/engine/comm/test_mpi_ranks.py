@@ -75,6 +75,12 @@ def test_no_logits() -> None:
     assert first.shape == (0, 61)
 
 
+def test_ids_of_rank_0_are_shared() -> None:
+    ids = np.array([5, 0, 2**31 - 1], np.int32)
+    for found in on_ranks(3, lambda comm: make(comm, 3, 1).share_ids(ids if comm.rank == 0 else None, 3)):
+        np.testing.assert_array_equal(found, ids)
+
+
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (1, 4), (2, 3)])
 def test_residuals_go_from_stage_to_stage(tp: int, pp: int) -> None:
     """From the last ranks, which embed, to rank 0's; each share to the same share of the next stage."""
@@ -111,6 +117,8 @@ def test_one_rank_is_all_stages() -> None:
     assert one.is_last
     assert one.reduce(x) is x
     assert one.gather_logits(x) is x
+    assert one.share_ids(x, 2) is x
+    one.close()
     np.testing.assert_array_equal(one.reduce_add(x, x), x + x)
     for call in (lambda: one.send(x), lambda: one.receive(2)):
         with pytest.raises(NotImplementedError, match="first stage and the last"):

@@ -17,6 +17,7 @@ from conformance.case import HALVES, Case, Inputs, Kept, Outputs
 from conformance.inputs import normal
 from conformance.ranked import PATHS, Group, RankedOps, make_group
 from engine.kernels import all_reduce as kernels
+from engine.kernels.channel import packets
 from ref import collectives
 from ref.numerics import round_to
 from ref.rmsnorm import add_rmsnorm
@@ -136,7 +137,8 @@ def _candidate(
 ) -> Outputs:
     device = ops.device
     world_size = x.shape[1]
-    num_bytes = max(calls) * x.shape[3] * x.itemsize
+    row_bytes = x.shape[3] * x.itemsize
+    num_bytes = max(calls) * (packets(row_bytes) * 12 if added == "norm" else row_bytes)  # a block has whole rows
     group = make_group(ops, world_size, path, num_bytes, last_number, max_blocks=MAX_BLOCKS)
 
     def run(rank: int) -> list[tuple[Any, ...]]:

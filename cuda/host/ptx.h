@@ -129,21 +129,22 @@ inline void named_barrier(int id, int num_threads, HOST_SITE_PARAMETERS) {
   host::barrier(id, static_cast<unsigned>(num_threads), 0, {"named_barrier", file, line});
 }
 
-// The halves of 8 bytes arrive one after the other, in an order that the schedule decides.
-inline void store_flagged(void* p, unsigned first, unsigned second, unsigned flag) {
+// The words before the flag, as the flag says that they are there; other threads may run before it.
+inline void store_flagged(void* p, unsigned a, unsigned b, unsigned c, unsigned flag) {
   host::require_aligned(p, 16, "store_flagged");
-  auto* halves = static_cast<unsigned long long*>(p);
-  __atomic_store_n(halves + 1, static_cast<unsigned long long>(flag) << 32 | second, __ATOMIC_RELAXED);
+  auto* words = static_cast<unsigned*>(p);
+  __atomic_store_n(words, a, __ATOMIC_RELAXED);
+  __atomic_store_n(words + 1, b, __ATOMIC_RELAXED);
+  __atomic_store_n(words + 2, c, __ATOMIC_RELAXED);
   host::maybe_yield();
-  __atomic_store_n(halves, static_cast<unsigned long long>(flag) << 32 | first, __ATOMIC_RELAXED);
+  __atomic_store_n(words + 3, flag, __ATOMIC_RELEASE);
 }
 inline uint4 load_flagged(const void* p) {
   host::require_aligned(p, 16, "load_flagged");
-  const auto* halves = static_cast<const unsigned long long*>(p);
-  const unsigned long long first = __atomic_load_n(halves, __ATOMIC_RELAXED);
-  const unsigned long long second = __atomic_load_n(halves + 1, __ATOMIC_RELAXED);
-  return make_uint4(static_cast<unsigned>(first), static_cast<unsigned>(first >> 32), static_cast<unsigned>(second),
-                    static_cast<unsigned>(second >> 32));
+  const auto* words = static_cast<const unsigned*>(p);
+  const unsigned flag = __atomic_load_n(words + 3, __ATOMIC_ACQUIRE);
+  return make_uint4(__atomic_load_n(words, __ATOMIC_RELAXED), __atomic_load_n(words + 1, __ATOMIC_RELAXED),
+                    __atomic_load_n(words + 2, __ATOMIC_RELAXED), flag);
 }
 inline unsigned load_acquire(const unsigned* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline void store_release(unsigned* p, unsigned x) { __atomic_store_n(p, x, __ATOMIC_RELEASE); }

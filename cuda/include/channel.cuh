@@ -12,7 +12,9 @@
 #include "vec.cuh"
 
 constexpr int kMaxRanks = 8;
-constexpr int kPacketBytes = 16;      // of which 8 are data
+constexpr int kPacketBytes = 16;      // of which 12 are data
+constexpr int kPieces = 3;            // of 16 bytes that a lane sends and receives in
+constexpr int kPackets = 4;           // of 12
 constexpr int kLooksAtOnce = 32;      // before a look at the clock and the alarm
 constexpr int kAlarmWords = 4;        // of a rank's report: 1 + the peer, channel, number, 0
 
@@ -50,18 +52,32 @@ __device__ __forceinline__ index_t slot_of(const Channel& channel, unsigned numb
   return ((number & 1) * static_cast<index_t>(channel.world_size) + rank) * channel.capacity * kPacketBytes;
 }
 
-// The place of half `half` of piece i, 16 bytes of data, in a slot: a warp stores 512 bytes in a row.
-__device__ __forceinline__ int packet_of(int piece, int half) {
-  return (piece / 32 * 64 + half * 32 + piece % 32) * kPacketBytes;
+// A share is what one lane sends at once: of 96 pieces in a row each 32nd, so that a warp reads and stores 512 bytes in
+// a row. Piece j of share i, and where its packet k lies in a slot, in bytes.
+__device__ __forceinline__ int piece_of(int share, int j) { return share / 32 * (32 * kPieces) + j * 32 + share % 32; }
+__device__ __forceinline__ int packet_of(int share, int k) {
+  return (share / 32 * (32 * kPackets) + k * 32 + share % 32) * kPacketBytes;
 }
 
-__device__ __forceinline__ void send_piece(const Channel& channel, unsigned number, int piece, uint4 words) {
+struct Share {
+  unsigned words[4 * kPieces];
+};
+
+__device__ __forceinline__ void set_piece(Share& share, int j, uint4 piece) {
+  share.words[4 * j] = piece.x, share.words[4 * j + 1] = piece.y;
+  share.words[4 * j + 2] = piece.z, share.words[4 * j + 3] = piece.w;
+}
+__device__ __forceinline__ uint4 get_piece(const Share& share, int j) {
+  return make_uint4(share.words[4 * j], share.words[4 * j + 1], share.words[4 * j + 2], share.words[4 * j + 3]);
+}
+
+__device__ __forceinline__ void send_share(const Channel& channel, unsigned number, int place, const Share& share) {
   const index_t slot = slot_of(channel, number, channel.rank);
-  for (int i = 0; i < channel.num_outboxes; ++i) {
-    char* const outbox = channel.outboxes[i] + slot;
-    store_flagged(outbox + packet_of(piece, 0), words.x, words.y, number);
-    store_flagged(outbox + packet_of(piece, 1), words.z, words.w, number);
-  }
+  for (int i = 0; i < channel.num_outboxes; ++i)
+#pragma unroll
+    for (int k = 0; k < kPackets; ++k)
+      store_flagged(channel.outboxes[i] + slot + packet_of(place, k), share.words[3 * k], share.words[3 * k + 1],
+                    share.words[3 * k + 2], number);
 }
 
 // How long this thread has waited, and whether it goes on.
@@ -88,57 +104,33 @@ struct Patience {
   }
 };
 
-// Pieces first, first + step, … below `end` of all other ranks; words[u][q] is of the q-th of the others.
-template <int kWorld, int kPieces>
-__device__ __forceinline__ void receive_pieces(const Channel& channel, unsigned number, int first, int step, int end,
-                                               uint4 (&words)[kPieces][kWorld - 1], Patience& patience) {
-  bool arrived[kWorld - 1];
+// The shares at `place` of kCount other ranks, from the first-th of the others on.
+template <int kCount>
+__device__ __forceinline__ void receive_shares(const Channel& channel, unsigned number, int place, int first,
+                                               Share (&shares)[kCount], Patience& patience) {
+  bool arrived[kCount];
 #pragma unroll
-  for (int q = 0; q < kWorld - 1; ++q) arrived[q] = false;
+  for (int q = 0; q < kCount; ++q) arrived[q] = false;
   for (;;) {
     int missing = -1;
 #pragma unroll
-    for (int q = 0; q < kWorld - 1; ++q) {
+    for (int q = 0; q < kCount; ++q) {
       if (arrived[q]) continue;
-      const int peer = q + (q >= channel.rank);
+      const int peer = first + q + (first + q >= channel.rank);
       const char* const slot = channel.inbox + slot_of(channel, number, peer);
-      uint4 low[kPieces], high[kPieces];
+      uint4 packets[kPackets];
+#pragma unroll
+      for (int k = 0; k < kPackets; ++k) packets[k] = load_flagged(slot + packet_of(place, k));
       bool all = true;
 #pragma unroll
-      for (int u = 0; u < kPieces; ++u)
-        if (first + u * step < end) {
-          low[u] = load_flagged(slot + packet_of(first + u * step, 0));
-          high[u] = load_flagged(slot + packet_of(first + u * step, 1));
-        }
-#pragma unroll
-      for (int u = 0; u < kPieces; ++u)
-        if (first + u * step < end) {
-          all &= low[u].y == number && low[u].w == number && high[u].y == number && high[u].w == number;
-          words[u][q] = make_uint4(low[u].x, low[u].z, high[u].x, high[u].z);
-        }
+      for (int k = 0; k < kPackets; ++k) {
+        all &= packets[k].w == number;
+        shares[q].words[3 * k] = packets[k].x, shares[q].words[3 * k + 1] = packets[k].y;
+        shares[q].words[3 * k + 2] = packets[k].z;
+      }
       arrived[q] = all;
       if (!all) missing = peer;
     }
     if (missing < 0 || !patience.lasts(channel, number, missing)) return;
   }
-}
-
-// x becomes the sum over ranks in their order; x is this rank's own share.
-template <typename T, int kWorld>
-__device__ __forceinline__ void add_in_order(const Channel& channel, const uint4 (&words)[kWorld - 1],
-                                             float (&x)[kWidth<T>]) {
-  float sum[kWidth<T>];
-#pragma unroll
-  for (int p = 0; p < kWorld; ++p) {
-    float other[kWidth<T>];
-    const uint4 later = words[p > 0 ? p - 1 : 0], sooner = words[p < kWorld - 1 ? p : kWorld - 2];
-    unpack(channel.rank < p ? later : sooner, other, T{});
-#pragma unroll
-    for (int i = 0; i < kWidth<T>; ++i) {
-      const float share = channel.rank == p ? x[i] : other[i];
-      sum[i] = p == 0 ? share : sum[i] + share;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kWidth<T>; ++i) x[i] = sum[i];
 }

@@ -152,18 +152,37 @@ __device__ __forceinline__ void named_barrier(int id, int num_threads) {
 
 // ---- memory that other ranks read and write while kernels run
 
-// 16 bytes: two halves of 8, each of a word and the flag, which arrive as a whole, in any order.
-__device__ __forceinline__ void store_flagged(void* p, unsigned first, unsigned second, unsigned flag) {
-  const unsigned long long high = static_cast<unsigned long long>(flag) << 32;
-  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(high | first), "l"(high | second)
+// 16 bytes that arrive as a whole: three words and a flag.
+__device__ __forceinline__ void store_flagged(void* p, unsigned a, unsigned b, unsigned c, unsigned flag) {
+#if __CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 3)
+  const unsigned long long low = static_cast<unsigned long long>(b) << 32 | a;
+  const unsigned long long high = static_cast<unsigned long long>(flag) << 32 | c;
+  asm volatile("{\n.reg .b128 x;\nmov.b128 x, {%1, %2};\nst.relaxed.sys.global.b128 [%0], x;\n}" ::"l"(p), "l"(low),
+               "l"(high)
                : "memory");
+#else  // so do vectors of 16 bytes, though no manual says it
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(a), "r"(b), "r"(c), "r"(flag)
+               : "memory");
+#endif
 }
-// As x, y (the first half) and z, w: word, flag.
+// The flag is the last word.
 __device__ __forceinline__ uint4 load_flagged(const void* p) {
-  unsigned long long first, second;
-  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(p) : "memory");
-  return make_uint4(static_cast<unsigned>(first), static_cast<unsigned>(first >> 32), static_cast<unsigned>(second),
-                    static_cast<unsigned>(second >> 32));
+#if __CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 3)
+  unsigned long long low, high;
+  asm volatile("{\n.reg .b128 x;\nld.relaxed.sys.global.b128 x, [%2];\nmov.b128 {%0, %1}, x;\n}"
+               : "=l"(low), "=l"(high)
+               : "l"(p)
+               : "memory");
+  return make_uint4(static_cast<unsigned>(low), static_cast<unsigned>(low >> 32), static_cast<unsigned>(high),
+                    static_cast<unsigned>(high >> 32));
+#else
+  uint4 x;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(p)
+               : "memory");
+  return x;
+#endif
 }
 // A word after which nothing is read that was written before the store that it comes from.
 __device__ __forceinline__ unsigned load_acquire(const unsigned* p) {

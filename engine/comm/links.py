@@ -28,7 +28,7 @@ from engine.kernels.device import Array
 
 logger = logging.getLogger(__name__)
 
-ONE_TRIP_BYTES = 1 << 20  # of the largest array that goes in one trip
+ONE_TRIP_BYTES = 4 << 20  # of the largest array that goes in one trip
 PATIENCE_S = 30.0
 WINDOW, PEER = "window", "peer"
 ALIGNMENT = 4096

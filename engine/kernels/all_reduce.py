@@ -17,6 +17,7 @@ from engine.kernels.device import Device, Instance
 Array = Any
 
 MAX_THREADS = 512
+PACKETS = 4  # of a share, which is three pieces of 16 bytes
 MAX_ROUNDS = 2  # of a thread, in a row that is normed
 
 
@@ -32,7 +33,7 @@ def all_reduce(x: Array, channel: Channel, residual: Array | None = None, *, dev
         _check_residual("all_reduce", x, residual)
     y = device.empty(x.shape, x.dtype) if residual is None else residual
     if x.size:
-        threads, blocks = shape(ceil_div(int(x.size), width(x)), channel)
+        threads, blocks = shape(packets(int(x.nbytes)) // PACKETS, channel)
         instance = Instance("all_reduce", f"all_reduce<{kind}, {channel.world_size}>")
         arguments = (x, residual, y, np.int32(x.size), channel.struct)
         device.launch(instance, (blocks,), (threads,), arguments)
@@ -53,7 +54,7 @@ def all_reduce_add_rmsnorm(
         KernelError: as all_reduce; rows that can_fuse does not take.
     """
     name = "all_reduce_add_rmsnorm"
-    kind = _check(name, x, channel)
+    kind = _check(name, x, channel, whole_rows=True)
     _check_residual(name, x, residual)
     require(name, "weight", weight, (x.shape[1],), x.dtype)
     if not can_fuse(x):
@@ -70,22 +71,21 @@ def all_reduce_add_rmsnorm(
     return y, residual
 
 
-def shape(num_pieces: int, channel: Channel) -> tuple[int, int]:
-    """(threads of a block, blocks) for so many pieces of 16 bytes: few of them are spread over many small blocks, as
-    each waits for a link's answer only once."""
-    blocks = min(channel.max_blocks, ceil_div(num_pieces, 128))
-    threads = min(MAX_THREADS, 32 * ceil_div(ceil_div(num_pieces, blocks), 32))
+def shape(num_shares: int, channel: Channel) -> tuple[int, int]:
+    """(threads of a block, blocks) for so many shares: few of them are spread over many small blocks, as each waits for
+    a link's answer only once."""
+    blocks = min(channel.max_blocks, ceil_div(num_shares, 64))
+    threads = min(MAX_THREADS, 32 * ceil_div(ceil_div(num_shares, blocks), 32))
     return threads, blocks
 
 
-def _check(kernel: str, x: Array, channel: Channel) -> str:
+def _check(kernel: str, x: Array, channel: Channel, whole_rows: bool = False) -> str:
     require(kernel, "x", x, (None, None))
     require_contiguous(kernel, "x", x)
     require_aligned(kernel, "x", x.reshape(-1))
-    if packets(int(x.nbytes)) > channel.capacity:
-        raise KernelError(
-            f"{kernel}: {x.nbytes} bytes are {packets(int(x.nbytes))} packets; the channel takes {channel.capacity}"
-        )
+    needed = x.shape[0] * packets(x.shape[1] * int(x.itemsize)) if whole_rows else packets(int(x.nbytes))
+    if needed > channel.capacity:
+        raise KernelError(f"{kernel}: {x.nbytes} bytes are {needed} packets; the channel takes {channel.capacity}")
     return type_name(kernel, "x", x)
 
 

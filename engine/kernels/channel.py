@@ -59,7 +59,7 @@ class Channel:
     @property
     def most_bytes(self) -> int:
         """Of an array."""
-        return self.capacity // 64 * 512
+        return self.capacity // 128 * 1536
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,8 @@ def slots_bytes(world_size: int, num_bytes: int) -> int:
 
 
 def packets(num_bytes: int) -> int:
-    """Of an array: whole warps of pieces of 16 bytes, two packets each."""
-    return 64 * -(-num_bytes // (32 * 16))
+    """Of an array: whole warps of shares of 48 bytes, four packets each."""
+    return 128 * -(-num_bytes // (32 * 48))
 
 
 def alarm_words(world_size: int) -> int:

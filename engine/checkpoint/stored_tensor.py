@@ -75,7 +75,9 @@ class StoredTensor:
         if columns.stop > num_columns or columns.start % block or columns.stop % block:
             raise CheckpointError(
                 f"{self.file}: {self.name} is {self.dtype} {list(self.shape)}; columns {columns.start} to "
-                f"{columns.stop - 1} are no part of it{f' of whole blocks of {block}' if block > 1 else ''}"
+                f"{columns.stop - 1} are no part of it"
+                + f" of whole blocks of {block}; use a smaller --tensor-parallel-size"
+                * (block > 1)
             )
         row_bytes = self.num_bytes // max(num_rows, 1)
         first, end = row_bytes * columns.start // num_columns, row_bytes * columns.stop // num_columns

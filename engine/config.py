@@ -195,7 +195,7 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "int8"] = "auto"  # auto: that of activations
     w4a8: Literal["off", "int8", "fp8"] = "off"  # activations of many tokens, where weights are of 4 bits; GPU only
-    load_format: Literal["auto", "dummy"] = "auto"
+    load_format: Literal["auto", "dummy", "dummy-small"] = "auto"
     seed: int = 0
     max_model_len: int | None = None  # None: the checkpoint's own limit
     block_size: int = 16
@@ -217,7 +217,10 @@ class EngineConfig:
     tensor_parallel_size: int | None = None  # ranks that share each layer; None: chosen for the ranks there are
     pipeline_parallel_size: int | None = None  # stages, each with a run of layers; None: as above
     # what ranks send to add up (bfloat16, float32: of a CPU), or the way that it goes (of GPUs)
+    check_ranks: bool = False  # compare what ranks compute after every step
     allreduce: Literal["auto", "float32", "bfloat16", "int8", "int8-plain", "window", "peer", "nccl"] = "auto"
+    # large steps in two halves, sums of one under the compute of the other; auto: from the size on where it is quicker
+    dual_stream: Literal["auto", "on", "off"] = "auto"
 
     def step_limits(self, defaults: StepLimits) -> StepLimits:
         """What is asked for, or else the defaults of the machine, each within the other where only one is given."""
@@ -236,7 +239,7 @@ class EngineConfig:
         found: list[tuple[str, str]] = []
         for name, low, high in _INT_RANGES:
             found += _int_problem(name, getattr(self, name), low, high)
-        for name in ("device", "cuda_arch", "dtype", "kv_cache_dtype", "w4a8", "load_format", "allreduce"):
+        for name in ("device", "cuda_arch", "dtype", "kv_cache_dtype", "w4a8", "load_format", "allreduce", "dual_stream"):
             choices = get_args(get_type_hints(EngineConfig)[name])
             if getattr(self, name) not in choices:
                 found.append((name, f"is {getattr(self, name)!r}; it must be one of {', '.join(choices)}"))

@@ -92,10 +92,15 @@ OPTIONS = (
         "w4a8",
         text,
         "quantize the activations of steps of 256 tokens and more where weights have 4 bits, on a GPU of compute "
-        "capability 9.0: quicker, as measured from 512 on",
+        "capability 9.0: quicker, as measured",
         metavar="off|int8|fp8",
     ),
-    Option("load_format", text, "dummy fills the weights from the seed instead of the files", metavar="auto|dummy"),
+    Option(
+        "load_format",
+        text,
+        "dummy fills the weights from the seed instead of the files, dummy-small with small numbers",
+        metavar="auto|dummy|dummy-small",
+    ),
     Option("seed", integer, "seed of dummy weights and of requests that bring none"),
     Option("max_model_len", integer, "longest prompt and output together, in tokens; the model's own limit by default"),
     Option("block_size", integer, "tokens in a block of the KV cache"),
@@ -135,6 +140,7 @@ OPTIONS = (
         "stages, each of which holds one run of layers on its own ranks; by default as above",
         ("-pp", "--pipeline-parallel"),
     ),
+    Option("check_ranks", switch, "compare what ranks compute after every step, for hunting faults; slow"),
     Option("split", text, "how uneven cards share the model", instead="the model runs on one rank"),
     Option(
         "allreduce",
@@ -143,7 +149,13 @@ OPTIONS = (
         "float32 or bfloat16; of GPUs one way of those that are measured at start: window of the host, peer memory, NCCL",
         metavar="auto|float32|bfloat16|int8|int8-plain|window|peer|nccl",
     ),
-    Option("dual_stream", text, "overlap of sums and compute", served=("auto", "off"), instead="it needs ranks"),
+    Option(
+        "dual_stream",
+        text,
+        "compute large steps in two halves, so that ranks add up one while the other is computed; auto: on GPUs, from "
+        "the number of tokens on from which that is found quicker at start",
+        metavar="auto|on|off",
+    ),
     Option(
         "enable_chunked_prefill",
         switch,

@@ -53,6 +53,11 @@ def _add_offline(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--w4a8", choices=("off", "int8", "fp8"), default="off", help="with --quant of 4 bits: as engine.serve's"
     )
     parser.add_argument(
+        "--small",
+        action="store_true",
+        help="with --model-shape: weights as small as those that the peer was timed with",
+    )
+    parser.add_argument(
         "--arch", choices=CUDA_ARCHES, default="auto", help="with --model-shape: the kernels of an older kind of GPU"
     )
     parser.add_argument(
@@ -84,7 +89,14 @@ def _add_offline(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _run_offline(arguments: argparse.Namespace) -> int | None:
     if arguments.model_shape is not None:
         return _run_shape(arguments)
-    for name, default in (("quant", ""), ("w4a8", "off"), ("arch", "auto"), ("cold_start", False), ("only", ())):
+    for name, default in (
+        ("quant", ""),
+        ("w4a8", "off"),
+        ("arch", "auto"),
+        ("small", False),
+        ("cold_start", False),
+        ("only", ()),
+    ):
         if getattr(arguments, name) != default:
             raise ConfigError(f"--{name.replace('_', '-')}: is for --model-shape; give one of {', '.join(SHAPES)}")
     longest = max((*arguments.prefills, offline.PROMPT_TOKENS + arguments.steps)) + 8
@@ -118,6 +130,7 @@ def _run_shape(arguments: argparse.Namespace) -> int:
         arguments.only,
         arguments.quant,
         arguments.w4a8,
+        arguments.small,
     )
     if arguments.json != "-":
         print(shapes.table(about, figures))

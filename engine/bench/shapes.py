@@ -71,6 +71,7 @@ H200: dict[str, dict[str, tuple[float | None, float, float | None]]] = {
 MORE_IS_BETTER = ("throughput",)
 CONTEXT, DECODED = 1024, 128
 PREFILLS, BATCHES = (512, 2048, 8192), (1, 8, 16, 32, 64, 128)
+SMALL = "small random weights"
 COLD, START, THROUGHPUT = "cold start", "start", "throughput"
 CACHES = ("XDG_CACHE_HOME", "CUPY_CACHE_DIR", "CUDA_CACHE_PATH")  # of our kernels, CuPy's, and the driver's
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -113,6 +114,7 @@ def measure(
     only: Sequence[str] = (),
     quant: str = "",
     w4a8: Literal["off", "int8", "fp8"] = "off",
+    is_small: bool = False,
 ) -> tuple[dict[str, str], list[Figure]]:
     """(machine and settings, figures) of a model of these shapes.
 
@@ -123,6 +125,7 @@ def measure(
         only: which figures to measure, by name or the first word of it; none = those that have a goal, or all.
         quant: a key of QUANTS; "" = not quantized.
         w4a8: EngineConfig.w4a8.
+        is_small: weights as small as those with which the peer was timed: --load-format dummy-small.
     Raises:
         ConfigError: no GPU here, or one that this model does not fit.
     """
@@ -140,7 +143,7 @@ def measure(
             device="cuda",
             cuda_arch=arch,
             w4a8=w4a8,
-            load_format="dummy",
+            load_format="dummy-small" if is_small else "dummy",
             max_model_len=16384,
             enable_prefix_caching=False,
         )
@@ -157,7 +160,7 @@ def measure(
     for name, value in values:
         limit, goal, peer = known.get(name, (None, None, None))
         figures.append(Figure(name, value, limit, goal, peer, _tflops(shape, name, value)))
-    return {"shape": name_of_all, **_about(built.device)}, figures
+    return {"shape": name_of_all, **({"weights": SMALL} if is_small else {}), **_about(built.device)}, figures
 
 
 def _about(device: str) -> dict[str, str]:
@@ -203,7 +206,7 @@ def _tflops(shape: str, name: str, value: float) -> float | None:
 
 def table(about: dict[str, str], figures: list[Figure]) -> str:
     """The figures for people."""
-    lines = [f"{about['shape']}, random weights; {about['device']}"]
+    lines = [f"{about['shape']}, {about.get('weights', 'random weights')}; {about['device']}"]
     lines.append(f"{'':<14}{'measured':>10}{'limit':>10}{'share':>8}{'goal':>10}{'peer':>10}{'TFLOP/s':>9}")
     for figure in figures:
         limit, goal, peer = ("" if x is None else f"{x:,.5g}" for x in (figure.limit, figure.goal, figure.peer))

@@ -71,7 +71,7 @@ def load_weights(
     store: Store | None = None,
     seed: int = 0,
     progress: bool = True,
-    load_format: Literal["auto", "dummy"] = "auto",
+    load_format: Literal["auto", "dummy", "dummy-small"] = "auto",
 ) -> Weights:
     """Exactly the tensors of weight_map, in what a store holds: float32 in memory if none is given.
 
@@ -81,7 +81,8 @@ def load_weights(
 
     Args:
         store: where weights go, and in which type.
-        seed: of the random weights if load_format is "dummy"; then no weight file is opened.
+        load_format: dummy and dummy-small: random weights (see fill_randomly); then no weight file is opened.
+        seed: of these.
         progress: say on standard error how far it is.
 
     Raises:
@@ -89,9 +90,9 @@ def load_weights(
         ConfigError: there is no memory for them.
     """
     store = HostStore() if store is None else store
-    if load_format == "dummy":
+    if load_format != "auto":
         weights, _ = _allocate(weight_map, store)
-        weights = fill_randomly(weights, weight_map, seed, store)
+        weights = fill_randomly(weights, weight_map, seed, store, is_small=load_format == "dummy-small")
         logger.info("made %d MB of random weights from seed %d", weights.num_bytes // 10**6, seed)
         return weights
     started = time.perf_counter()

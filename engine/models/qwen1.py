@@ -23,7 +23,7 @@ GATE_UP_DOWN = ("w2", "w1", "c_proj")
 
 def weight_map(config: ModelConfig) -> WeightMap:
     """Every tensor of a checkpoint with this config."""
-    hidden = config.hidden_size
+    hidden, heads = config.hidden_size, config.n_heads * config.head_dim
     linears: list[LinearSpec] = []
     arrays = [
         ArraySpec("embed_tokens", "transformer.wte.weight", (config.vocab_size, hidden)),
@@ -33,8 +33,8 @@ def weight_map(config: ModelConfig) -> WeightMap:
         dest, source = f"layers.{layer}", f"transformer.h.{layer}"
         mlp_sizes = hidden, config.intermediate_size
         linears += [
-            LinearSpec(f"{dest}.qkv_proj", ((f"{source}.attn.c_attn", 3 * hidden),), hidden, config.qkv_bias),
-            LinearSpec(f"{dest}.o_proj", ((f"{source}.attn.c_proj", hidden),), hidden, config.o_bias),
+            LinearSpec(f"{dest}.qkv_proj", ((f"{source}.attn.c_attn", 3 * heads),), hidden, config.qkv_bias),
+            LinearSpec(f"{dest}.o_proj", ((f"{source}.attn.c_proj", hidden),), heads, config.o_bias),
             *mlp_linears(dest, f"{source}.mlp", *mlp_sizes, bias=config.mlp_bias, names=GATE_UP_DOWN),
         ]
         for dest_norm, norm in (("input_layernorm", "ln_1"), ("post_attention_layernorm", "ln_2")):

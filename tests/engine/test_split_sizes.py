@@ -187,6 +187,31 @@ def test_every_number_is_on_some_rank_and_all_sizes_fit(tmp_path: Path, name: st
         assert len(biases) == len(set(biases)), "the bias of a row split is added once"
 
 
+@pytest.mark.parametrize("name", [*GOLDENS, *FAMILY_GOLDENS])
+def test_a_rank_is_a_smaller_model(tmp_path: Path, name: str) -> None:
+    """What its config alone asks for has the sizes of what it is given, but for the vocabulary: kernels are found by
+    the one, before the other is read."""
+    config = config_of((family_model if name in FAMILY_GOLDENS else golden_model)(tmp_path, name))
+    whole = ARCHITECTURES[config.architecture].weight_map(config)
+    for rank in all_ranks(3):
+        smaller = ARCHITECTURES[config.architecture].weight_map(rank_config(config, rank))
+        given = rank_weights(whole, config, rank)
+        sizes = [
+            {
+                spec.dest: (spec.out_features, spec.in_features, spec.latent)
+                for spec in one.linears
+                if spec.dest != "lm_head"
+            }
+            for one in (smaller, given)
+        ]
+        assert sizes[0] == sizes[1]
+        shapes = [
+            {spec.dest: spec.shape for spec in one.arrays if not spec.dest.startswith("embed_")}
+            for one in (smaller, given)
+        ]
+        assert shapes[0] == shapes[1]
+
+
 def test_one_rank_is_the_model_itself(tmp_path: Path) -> None:
     config = config_of(rand_model(tmp_path))
     whole = ARCHITECTURES[config.architecture].weight_map(config)

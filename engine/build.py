@@ -15,6 +15,7 @@ from engine.admission import Limits
 from engine.api import ModelInfo
 from engine.backends.backend import ALONE, Backend, Place
 from engine.blocks import BlockManager
+from engine.checked_forward import CheckedForward
 from engine.checkpoint.fingerprint import fingerprint
 from engine.checkpoint.loader import load_model_config
 from engine.checkpoint.source import ModelSource, resolve
@@ -204,6 +205,8 @@ def _load(config: EngineConfig, ranks: Ranks, found: _Found, progress: bool) -> 
     cache = backend.make_cache(model, memory)
     rope = RopeTable(model.config.rope, model.config.rotary_dim, found.num_positions)
     forward = backend.make_forward(found.limits, model, comm, cache, rope, found.num_positions)
+    if config.check_ranks and ranks.size > 1:
+        forward = CheckedForward(forward, ranks, parallel, backend.ops.sampling)
     return _Part(model, comm, cache, rope, forward, memory)
 
 

@@ -41,6 +41,7 @@ LAYERS = (
     ("engine.split",),
     ("engine.choose_split",),
     ("engine.forward",),
+    ("engine.checked_forward",),
     (
         "engine.sampler",
         "engine.runner",

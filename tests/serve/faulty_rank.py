@@ -9,11 +9,14 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import numpy as np
+
 import engine.backends.cpu
 import engine.build
 import engine.comm.ranks
 import engine.runner
 import engine.serve
+from engine.comm.mpi_ranks import MpiRanks
 from engine.env import launched_rank
 from engine.errors import CheckpointError
 
@@ -47,6 +50,11 @@ def in_a_thread() -> None:
     threading.Thread(target=raising(PlantedError("in a thread")), name="helper").start()
 
 
+def slightly_off(self: MpiRanks, partial: Any, residual: Any, norm: Any, usual: Any = MpiRanks.reduce_add_norm) -> Any:
+    hidden, total = usual(self, partial, residual, norm)
+    return hidden + np.float32(1e-4), total
+
+
 def plant(fault: str) -> None:
     match fault:
         case "find":
@@ -67,6 +75,8 @@ def plant(fault: str) -> None:
             at_step(in_a_thread)
         case "hang":
             at_step(lambda: time.sleep(1000))
+        case "disagree":
+            at_step(lambda: setattr(MpiRanks, "reduce_add_norm", slightly_off))
         case "late":
             time.sleep(60)
         case "no memory":

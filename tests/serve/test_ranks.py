@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 
@@ -278,6 +279,44 @@ def test_the_bench_of_ranks_prints_its_figures() -> None:
     assert run.returncode == 0, run.stderr
     assert len(run.stdout.splitlines()) == 4
     assert "idle: 1 ranks use" in run.stdout
+
+
+def test_dst_07_ranks_agree_bit_for_bit_under_random_traffic(model: Path) -> None:
+    """Sampling, aborts, preemption, prompt logprobs; each process has hash seeds of its own."""
+    flags = (
+        "--check-ranks",
+        "--num-gpu-blocks-override",
+        "40",
+        "--max-num-batched-tokens",
+        "64",
+        "--max-model-len",
+        "300",
+    )
+    random = np.random.default_rng(7)
+    with running(model, *flags, num_ranks=2) as server:
+        url = f"{server.url}/v1/completions"
+        leaving = [Stream(server.url, 250) for _ in range(3)]  # more than the pool holds together
+        for number in range(12):
+            prompt = random.integers(3, 300, int(random.integers(1, 90))).tolist()
+            body = {"prompt": prompt, "max_tokens": int(random.integers(1, 12)), "temperature": 1.5, "seed": number}
+            reply = httpx.post(url, json=body | ({"logprobs": 2, "echo": True} if number % 3 == 0 else {}), timeout=60)
+            assert reply.status_code == 200
+            with contextlib.suppress(httpx.ReadTimeout):  # aborted
+                httpx.post(url, json={**body, "max_tokens": 200, "ignore_eos": True}, timeout=0.3)
+        for stream in leaving:
+            stream.join(60)
+        assert not server.errors
+        assert server.stop() == 0
+
+
+def test_dst_07_ranks_that_disagree_are_found(model: Path) -> None:
+    server = start(model, "--check-ranks", num_ranks=2, module=("tests.serve.faulty_rank", "disagree", "1"))
+    server.wait_until_ready()
+    processes = family(server)
+    stream = Stream(server.url, 16000)
+    ends(server, processes)
+    stream.join(10)
+    assert "ranks 0 and 1 have computed different numbers in step 5" in "".join(server.lines)
 
 
 OFFLINE = """

@@ -57,11 +57,13 @@ def cases() -> list[Case]:
 
 
 def _cases(op: str, kind: str, name: str, num_tokens: int, size: int) -> list[Case]:
-    """One for each storage type: the truth is what becomes of a norm that is rounded to it."""
+    """Behind a norm one for each storage type: the truth is what becomes of a norm that is rounded to it."""
+    if op == "plain":
+        return [_case(op, kind, name, num_tokens, size, None)]
     return [_case(op, kind, name, num_tokens, size, storage) for storage in HALVES]
 
 
-def _case(op: str, kind: str, name: str, num_tokens: int, size: int, stored: str) -> Case:
+def _case(op: str, kind: str, name: str, num_tokens: int, size: int, stored: str | None) -> Case:
     fixed = FIXED if name == "fixed" else None
 
     def reference(
@@ -101,7 +103,7 @@ def _case(op: str, kind: str, name: str, num_tokens: int, size: int, stored: str
 
     return Case(
         stem="quantize",
-        name=f"{op}-{kind}-{name}",
+        name=f"{op}-{kind}-{name}" + ("" if stored is None else f"-of-{stored}"),
         axes={"num_tokens": num_tokens, "size": size, "kind": kind, "op": op},
         make_inputs=partial(_inputs, op=op, kind=kind, name=name, num_tokens=num_tokens, size=size),
         reference=reference,
@@ -109,19 +111,19 @@ def _case(op: str, kind: str, name: str, num_tokens: int, size: int, stored: str
         undecided=UNDECIDED,
         changes=("residual",) if op == "add-norm" else (),
         disturb=_disturb,
-        storages=(stored,),
+        storages=HALVES if stored is None else (stored,),
         wide=("scales", "fixed_scale"),
         skip={"cpu": "quantize_activations of the CPU's op table is that of ref itself"},
     )
 
 
-def _normed(x: Array, weight: Array | None, times: float, storage: str) -> Array:
+def _normed(x: Array, weight: Array | None, times: float, storage: str | None) -> Array:
     """What is quantized, of which float32 may find `times` as much before it is rounded to storage."""
     return x if weight is None else round_to(rmsnorm(x, weight, EPS) * x.dtype.type(times), storage)
 
 
 def _quantized(
-    x: Array, weight: Array | None, times: float, kind: str, fixed: np.float32 | None, storage: str
+    x: Array, weight: Array | None, times: float, kind: str, fixed: np.float32 | None, storage: str | None
 ) -> tuple[Array, Array]:
     """Codes and scales, if a float32 errs by as much."""
     z = _normed(x, weight, times, storage)

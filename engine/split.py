@@ -22,6 +22,7 @@ from ref.tensor_parallel import HeadSplit, scaled_range, split_heads
 from ref.tensor_parallel_vocab import padded_vocab_size
 
 MAX_LISTED = 16  # numbers of ranks that are tried for a message
+ROW_SPLITS = (".o_proj", ".down_proj")
 ONCE = ("embed_positions", "embed_segments")  # added to the embedding by one rank alone
 
 
@@ -95,6 +96,16 @@ def rank_weights(weight_map: WeightMap, config: ModelConfig, parallel: ParallelC
         linears, arrays = tuple(map(cutter.linear, linears)), tuple(map(cutter.array, arrays))
     tied = weight_map.tied and has_head
     return replace(weight_map, linears=linears, arrays=arrays, tied=tied, whole=weight_map.whole or weight_map)
+
+
+def with_row_splits(weight_map: WeightMap) -> WeightMap:
+    """The map that a rank's config alone gives, with its row splits marked as such: layers then keep the formats that
+    they keep with rank_weights."""
+    linears = (
+        replace(spec, column_cut=Cut(0, spec.in_features)) if spec.dest.endswith(ROW_SPLITS) else spec
+        for spec in weight_map.linears
+    )
+    return replace(weight_map, linears=tuple(linears))
 
 
 def check_parallel(config: ModelConfig, parallel: ParallelConfig) -> None:

@@ -26,6 +26,7 @@ from engine.models.registry import ARCHITECTURES
 from engine.packed4 import PACKED, PACKED_GATED, blank4
 from engine.rope_table import RopeTable
 from engine.sampler import Sampler
+from engine.split import with_row_splits
 from engine.weights import (
     EMBEDDING,
     HEAD,
@@ -69,7 +70,8 @@ def run_dry(
     one_layer = replace(config, n_layers=1, stage_layers=None)  # the others launch the same
     architecture = ARCHITECTURES[config.architecture]
     ops = kernel_ops(notes, KernelSampling(notes, limits.max_num_seqs))
-    weight_map = keep_packed(architecture.weight_map(one_layer))
+    weight_map = architecture.weight_map(one_layer)
+    weight_map = keep_packed(weight_map if config.vocab_first is None else with_row_splits(weight_map))
     load_dry(weight_map, notes)
     weights = _blank_weights(weight_map, dtype)
     model = architecture.build(one_layer, with_activations(weights, w4a8), ops)

@@ -12,12 +12,13 @@ from conformance.golden_formats import format_folder
 from conformance.golden_models import GOLDENS, golden_model, llama_config, llama_tensors, rand_model, random_ids
 from conformance.split_ranks import all_ranks
 from engine.checkpoint.loader import load_model_config
+from engine.checkpoint.quantized import keep_packed
 from engine.checkpoint.source import resolve
 from engine.config import ModelConfig, ParallelConfig
 from engine.errors import ConfigError
 from engine.models.registry import ARCHITECTURES
 from engine.ops import cpu_ops
-from engine.split import rank_config, rank_weights
+from engine.split import rank_config, rank_weights, with_row_splits
 from engine.split_sizes import split_units
 from engine.weights import WeightMap
 from tests.engine.test_split import assert_as_one_rank, format_config
@@ -254,3 +255,16 @@ def test_chunks_are_what_one_rank_makes_of_them(tmp_path: Path) -> None:
     logits = run_chunks(make_runner(folder, OPS, prompts), prompts, (3, 17))
     assert [part.shape for part in logits] == [(5, 1000), (21, 1000)]
     assert logits[0].std() > 0.1
+
+
+@pytest.mark.parametrize("name", ["gptq_act_order", "gptq", "awq", "fp8_block"])
+def test_formats_are_known_before_a_file_is_opened(tmp_path: Path, name: str) -> None:
+    """As kernels are found from a rank's config alone; o_proj with act-order has groups of 32 on ranks."""
+    config = config_of(format_folder(tmp_path, format_config("llama") | {"torch_dtype": "bfloat16"}, name))
+    whole = ARCHITECTURES[config.architecture].weight_map(config)
+    for rank in all_ranks(2):
+        alone = keep_packed(with_row_splits(ARCHITECTURES[config.architecture].weight_map(rank_config(config, rank))))
+        given = keep_packed(rank_weights(whole, config, rank))
+        kept = [{spec.dest: (spec.packed, spec.coded) for spec in one.linears} for one in (alone, given)]
+        assert kept[0] == kept[1]
+        assert any(packed or coded for packed, coded in kept[0].values())

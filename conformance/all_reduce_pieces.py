@@ -55,8 +55,8 @@ def make_case(path: str, wire: str, added: bool, world_size: int, shape: str) ->
         stem="all_reduce_pieces",
         name="-".join([*(["add"] if added else []), wire, shape, path, f"of-{world_size}"]),
         axes=axes,
-        make_inputs=partial(_inputs, **axes),
-        reference=_reference,
+        make_inputs=partial(make_inputs, **axes),
+        reference=reference,
         candidate=_candidate,
         changes=("residual",) if added else (),
         storages=(*storages, "float32") if wire == "numbers" and world_size <= 3 else storages,
@@ -64,7 +64,7 @@ def make_case(path: str, wire: str, added: bool, world_size: int, shape: str) ->
     )
 
 
-def _inputs(
+def make_inputs(
     seed: int, calls: tuple[int, ...], hidden_size: int, world_size: int, path: str, wire: str, added: bool
 ) -> Inputs:
     """x [num_calls, world_size, most tokens, hidden_size], with outliers; residual alike, the same for all ranks."""
@@ -79,7 +79,7 @@ def _inputs(
     return inputs
 
 
-def _reference(
+def reference(
     x: Array,
     calls: tuple[int, ...],
     path: str,

@@ -117,12 +117,11 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = thread; i < row_shares; i += threads)
       receive<T, kWorld>(channel, number, x, residual, new_residual, total, row * row_pieces, (row + 1) * row_pieces, i,
                          row * row_shares + i, patience);
-    __syncthreads();  // the row is read as others have written it
+    __syncthreads();  // the row is read as others have written it, and the sum of the row before has been read
     Row<T, kRounds> values, weights;
     load_rounds<T, kRounds>(new_residual + row * size, size, values);
     load_rounds<T, kRounds>(weight, size, weights);
     norm_row<T, kRounds>(values, weights, size, eps);
     store_rounds<T, kRounds>(y + row * size, size, values);
-    __syncthreads();  // the next row's sum goes through the same shared memory
   }
 }

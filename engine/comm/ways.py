@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.kernels import all_reduce_pieces, int8_all_reduce
 from engine.kernels.all_reduce import all_reduce
-from engine.kernels.all_reduce_pieces import GROUP, all_reduce_pieces, int8_all_reduce
 from engine.kernels.channel import Channel, Exchange
 from engine.kernels.device import Device
 
@@ -71,9 +71,10 @@ def ways_of(
     found = []
     for name, channel in channels.items():
         found.append(Way(name, _one_trip(channel, device), channel.most_bytes))
+        found.append(Way(f"{name}-int8", _int8(channel, rotate, device), channel.most_bytes, is_exact=False))
     for name, exchange in exchanges.items():
         found.append(Way(f"{name}-pieces", _pieces(exchange, device)))
-        found.append(Way(f"{name}-int8", _int8(exchange, rotate, device), is_exact=False))
+        found.append(Way(f"{name}-pieces-int8", _int8_pieces(exchange, rotate, device), is_exact=False))
     if nccl is not None:
         found.append(Way("nccl", _nccl(nccl)))
     return {way.name: way for way in found}
@@ -84,11 +85,15 @@ def _one_trip(channel: Channel, device: Device) -> Sum:
 
 
 def _pieces(exchange: Exchange, device: Device) -> Sum:
-    return lambda x, residual: all_reduce_pieces(x, exchange, residual, device=device)
+    return lambda x, residual: all_reduce_pieces.all_reduce_pieces(x, exchange, residual, device=device)
 
 
-def _int8(exchange: Exchange, rotate: bool, device: Device) -> Sum:
-    return lambda x, residual: int8_all_reduce(x, exchange, residual, rotate=rotate, device=device)
+def _int8(channel: Channel, rotate: bool, device: Device) -> Sum:
+    return lambda x, residual: int8_all_reduce.int8_all_reduce(x, channel, residual, rotate=rotate, device=device)
+
+
+def _int8_pieces(exchange: Exchange, rotate: bool, device: Device) -> Sum:
+    return lambda x, residual: all_reduce_pieces.int8_all_reduce(x, exchange, residual, rotate=rotate, device=device)
 
 
 def _nccl(nccl: Callable[[Array], Array]) -> Sum:
@@ -118,7 +123,7 @@ def choose(trials: Sequence[Trial], allowed: Callable[[str], bool], hidden_size:
             if trial.num_bytes == num_bytes
             and trial.way not in broken
             and allowed(trial.way)
-            and not (trial.way.endswith(INT8) and hidden_size % GROUP)
+            and not (trial.way.endswith(INT8) and hidden_size % int8_all_reduce.GROUP)
         ]
         if fitting:
             names.append((num_bytes, min(fitting, key=lambda trial: trial.us).way))

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from conformance import all_gather, all_reduce, all_reduce_pieces, quantize
+from conformance import all_gather, all_reduce, all_reduce_pieces, int8_all_reduce, quantize
 from conformance.attention_biased import SEQS
 from conformance.case import Case
 from conformance.check import check, in_dtype, same_bits
@@ -17,6 +17,7 @@ RUN = [(target, case) for target, case in ALL if target not in case.skip]
 
 
 SIZES = ("none", "one", "odd", "wide", "wider-than-a-block")  # of cases of embedding
+COLLECTIVES = (all_gather, all_reduce, all_reduce_pieces, int8_all_reduce)
 COPIES = ("none", "one", "smallest", "odd", "many", "wider-than-a-block", "wide-odd")  # of blocks
 
 
@@ -54,7 +55,7 @@ def test_what_is_skipped_and_why() -> None:
         "attention decode-empty-sequence",
         *(f"attention {half}-one-key-of-131072" for half in ("decode", "prefill")),
         *(f"quantize {case.name}" for case in quantize.cases()),
-        *(f"{case.stem} {case.name}" for op in (all_gather, all_reduce, all_reduce_pieces) for case in op.cases()),
+        *(f"{case.stem} {case.name}" for op in COLLECTIVES for case in op.cases()),
         *(f"linear_w8 {name}" for name in ("larger-tiles", "larger-tiles-fp8", "larger-tiles-block")),
         "linear_w8 gated-larger-tiles-block",
         *(f"kv_cache_codes {name}" for name in ("write-fp8-part", "write-fp8-padding", "decode-fp8-no-sequence")),

@@ -29,6 +29,7 @@ FEW = (  # cases that together see what the mutants below do
     "add-rows-peer-of-3",
     "norm-large-peer-of-3",
     "plain-rows-window-of-3",
+    "plain-rows-window-of-4",
     "plain-rows-window-of-2-wraps",
 )
 MUTANTS = (
@@ -67,7 +68,6 @@ MUTANTS = (
             "max(num_pieces / (32 * kPieces), 1) * 32",
         ),
         ("the residual is left out", "    if (residual != nullptr) {", "    if (false) {"),
-        ("rows sum through the same memory at once", "    __syncthreads();  // the next", "    // the next"),
         ("a row is read before others have written it", "    __syncthreads();  // the row", "    // the row"),
     ),
 )

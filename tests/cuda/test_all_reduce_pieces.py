@@ -13,9 +13,10 @@ import pytest
 from conformance import all_reduce_pieces as cases_of
 from conformance.case import Case
 from conformance.machines import host_machine
-from conformance.ranked import RankedOps, make_exchanges
+from conformance.ranked import RankedOps, make_exchanges, make_group
 from engine.errors import KernelError
 from engine.kernels import all_reduce_pieces as kernels
+from engine.kernels import int8_all_reduce as packets
 from engine.kernels.channel import Slots, make_exchange
 from ref.int8_all_reduce import int8_all_reduce
 from tests.cuda.mutants import Mutant, mutants
@@ -109,15 +110,17 @@ def hostile(seed: int, num_tokens: int, hidden_size: int) -> Any:
     return x.astype(ml_dtypes.bfloat16)
 
 
+@pytest.mark.parametrize("kernel", ["pieces", "packets"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_the_bits_are_those_of_ref(world_size: int, ops: RankedOps) -> None:
+def test_the_bits_are_those_of_ref(world_size: int, kernel: str, ops: RankedOps) -> None:
     x = [hostile(rank, 9, 96) for rank in range(world_size)]
     with np.errstate(all="ignore"):
         expected = int8_all_reduce(x, storage="bfloat16")[0]
-    group = make_exchanges(ops, world_size, "peer", cases_of.SLOTS)
-    run = [
-        partial(kernels.int8_all_reduce, x[rank], group.channels[rank], device=ops.device) for rank in range(world_size)
-    ]
+    if kernel == "pieces":
+        group, function = make_exchanges(ops, world_size, "peer", cases_of.SLOTS), kernels.int8_all_reduce
+    else:
+        group, function = make_group(ops, world_size, "peer", 4 * x[0].nbytes), packets.int8_all_reduce
+    run = [partial(function, x[rank], group.channels[rank], device=ops.device) for rank in range(world_size)]
     for found in ops.together(run):
         same = (found == expected) | (np.isnan(found.astype(np.float32)) & np.isnan(expected.astype(np.float32)))
         assert same.all(), np.argwhere(~same)[:5]

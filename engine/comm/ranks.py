@@ -33,6 +33,7 @@ T = TypeVar("T")
 FIRST_NAP_S, LONGEST_NAP_S = 50e-6, 2e-3
 STDERR = 2
 SHARED_MEMORY, SHARED_BYTES = "/dev/shm", 4 << 20  # of a rank; MPICH takes one MiB, and what messages lie in
+MPI_NAMES = "mpich_|sm_segment|vader_segment"  # MPICH's, Open MPI's, that of an older one
 JOIN_S = 60.0  # for all ranks to come
 TAG = 7
 
@@ -44,6 +45,7 @@ class World(MpiComm, Protocol):
     def Abort(self, errorcode: int = 0) -> None: ...
     def Iprobe(self, source: int, tag: int) -> bool: ...
     def isend(self, obj: Any, dest: int, tag: int) -> Any: ...
+    def alltoall(self, sendobj: Any) -> Any: ...
     def recv(self, *, source: int, tag: int) -> Any: ...
 
 
@@ -211,6 +213,7 @@ def _join(launched: int) -> Ranks:
     control = world.Dup()
     ranks = Ranks(world.rank, world.size, (world.rank,), world, control)
     hosts = ranks.gather(host_name(), "the start")
+    control.alltoall([None] * world.size)  # by now each has opened what it shares with each
     _drop_names()
     ranks = replace(ranks, host_ranks=tuple(rank for rank, host in enumerate(hosts) if host == hosts[world.rank]))
     host = ranks.host_ranks
@@ -240,8 +243,8 @@ def _check_shared_memory(num_ranks: int) -> None:
 
 
 def _drop_names() -> None:
-    """Takes away the names of MPICH's shared memory, which all have mapped by now: it would stay after a kill -9."""
+    """Takes away the names of MPI's shared memory, which all have mapped by now: it would stay after a kill -9."""
     maps = Path("/proc/self/maps").read_text()
-    for path in set(re.findall(r"/dev/shm/mpich_\S+$", maps, re.MULTILINE)):
+    for path in set(re.findall(rf"{SHARED_MEMORY}/(?:{MPI_NAMES})\S+$", maps, re.MULTILINE)):
         with contextlib.suppress(OSError):  # another rank was quicker
             os.unlink(path)

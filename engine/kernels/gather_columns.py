@@ -12,7 +12,7 @@ from engine.kernels.device import Device, Instance
 
 Array = Any
 
-THREADS, COLUMNS = 128, 8  # of a block; of a thread
+THREADS, COLUMNS = 256, 8  # of a block; of a thread
 MAX_TOKENS = 65535  # of a grid
 
 

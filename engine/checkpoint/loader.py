@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import time
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
+from engine.checkpoint.fit import check_fit, wanted_tensors
 from engine.checkpoint.folder import folder_tensors, read_json
 from engine.checkpoint.gguf_file import read_gguf
 from engine.checkpoint.gguf_llama import hf_tensors, model_config_from_gguf
@@ -26,7 +25,7 @@ from engine.checkpoint.quantized_folder import QuantizedFolder
 from engine.checkpoint.random_weights import fill_randomly
 from engine.checkpoint.source import ModelSource
 from engine.checkpoint.store import HostStore, Store
-from engine.checkpoint.stored_tensor import DECODERS, StoredTensor
+from engine.checkpoint.stored_tensor import StoredTensor
 from engine.coded8 import DTYPES, FP8, FP8_NAN
 from engine.config import ModelConfig
 from engine.errors import CheckpointError, ConfigError
@@ -38,7 +37,6 @@ from engine.weights import EMBEDDING, HEAD, LinearSpec, LinearWeight, WeightMap,
 Array = Any
 
 CODES_AT_ONCE = 1 << 26  # that are looked at, for which a GPU needs twice their bytes
-MAX_LISTED = 50  # names of one kind in a message
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +103,7 @@ def load_weights(
     if quantized is not None:
         weight_map = quantized.as_stored(weight_map)
     modules = set() if quantized is None else set(quantized.modules(weight_map))
-    num_ignored = _check(source, tensors, weight_map.whole or weight_map, quantized, modules)
+    num_ignored = check_fit(source.path, tensors, weight_map.whole or weight_map, quantized, modules)
     weights, copies = _allocate(weight_map, store)
     copies = [copy for copy in copies if copy.as_it_is or copy.name.removesuffix(".weight") not in modules]
     reads = [(copy.stored(tensors[copy.name]), copy.target) for copy in copies]
@@ -144,67 +142,6 @@ class _Copy:
         return tensor if self.columns is None else tensor.columns(self.columns)
 
 
-def _wanted(weight_map: WeightMap) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor that is read."""
-    for array in weight_map.arrays:
-        yield array.name, array.shape
-    for linear in weight_map.linears:
-        for module, _, rows in linear.modules():
-            shape = (rows.stop - rows.start, linear.in_features)
-            yield f"{module}.weight", shape[::-1] if linear.transposed else shape
-            if linear.bias:
-                yield f"{module}.bias", (rows.stop - rows.start,)
-
-
-def _check(
-    source: ModelSource,
-    tensors: Mapping[str, StoredTensor],
-    weight_map: WeightMap,
-    quantized: QuantizedFolder | None,
-    modules: set[str],
-) -> int:
-    """The number of ignored tensors. Raises CheckpointError with all that does not fit.
-
-    weight_map: of the whole model. modules: the quantized ones of this rank, which are checked when they are decoded.
-    """
-    everywhere = set() if quantized is None else set(quantized.modules(weight_map))
-    wanted = {name: shape for name, shape in _wanted(weight_map) if name.removesuffix(".weight") not in everywhere}
-    used: set[str] = set()
-    if quantized is not None:
-        used = {name for module in everywhere for name in quantized.tensor_names(module, module in modules)}
-    ignored = [re.compile(pattern) for pattern in weight_map.ignored]
-    if weight_map.tied:
-        ignored.append(re.compile(re.escape(f"{HEAD}.weight")))
-    spare = [name for name in tensors if name not in wanted and name not in used]
-    unexpected = [name for name in spare if not any(pattern.fullmatch(name) for pattern in ignored)]
-    missing = [name for name in wanted if name not in tensors]
-    present = [(tensors[name], shape) for name, shape in wanted.items() if name in tensors]
-    shapes = [
-        f"{tensor.name} is {list(tensor.shape)}, wanted {list(shape)}"
-        for tensor, shape in present
-        if tensor.shape != shape
-    ]
-    dtypes = [f"{tensor.name} is {tensor.dtype}" for tensor, _ in present if tensor.dtype not in DECODERS]
-    problems = [
-        f"  {title}: {', '.join(names[:MAX_LISTED])}"
-        + (f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else "")
-        for title, names in (
-            (f"{len(missing)} tensors are missing", missing),
-            (f"{len(unexpected)} tensors are unexpected", unexpected),
-            (f"{len(shapes)} tensors have another shape than the config asks for", shapes),
-            (f"{len(dtypes)} tensors have a type that cannot be read ({', '.join(DECODERS)} can)", dtypes),
-        )
-        if names
-    ]
-    if f"{HEAD}.weight" in missing:
-        problems.append(
-            "  the config does not tie the head to the embedding, so the checkpoint must have lm_head.weight"
-        )
-    if problems:
-        raise CheckpointError("\n".join([f"{source.path}: the weights do not fit the config", *problems]))
-    return len(spare)
-
-
 def _allocate(weight_map: WeightMap, store: Store) -> tuple[Weights, list[_Copy]]:
     """Uninitialized weights, and which tensor fills which part of them. Parts are stacked along out.
 
@@ -214,7 +151,7 @@ def _allocate(weight_map: WeightMap, store: Store) -> tuple[Weights, list[_Copy]
     try:
         return _allocate_all(weight_map, store)
     except MemoryError as error:
-        num_bytes = sum(store.itemsize * math.prod(shape) for _, shape in _wanted(weight_map))
+        num_bytes = sum(store.itemsize * math.prod(shape) for _, shape in wanted_tensors(weight_map))
         raise ConfigError(
             f"no memory for the weights: the config asks for {num_bytes / 1e6:,.0f} MB"
             f"{', and ' * bool(str(error))}{error}; use a smaller model"

@@ -116,21 +116,26 @@ class SharedPlaces:
     def num_bytes(num_readers: int, num_places: int, capacity: int) -> int:
         return (1 + num_readers) * LINE + num_places * _place_bytes(capacity)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether all readers are done with what is overwritten next."""
+        return all(self._words[self._word_of(reader)] > self._written - len(self._places) for reader in self._readers)
+
+    def wait(self) -> None:
+        """Until there is room."""
+        nap = FIRST_NAP_S
+        while not self.has_room:
+            time.sleep(nap)
+            nap = min(2 * nap, LONGEST_NAP_S)
+
     def write(self, parts: Sequence[NDArray[np.int32 | np.bool_]]) -> None:
+        """Where there is room: the next message."""
         number = self._written + 1
-        self._wait_for_readers(number - len(self._places))
         place = self._places[number % len(self._places)]
         np.concatenate(parts, out=place[: sum(map(len, parts))], casting="unsafe")
         self._written = number
         self._sequence.value = number & WORD
         futex.wake(self._sequence)
-
-    def _wait_for_readers(self, number: int) -> None:
-        """Until all are done with so many messages."""
-        nap = FIRST_NAP_S
-        while any(self._words[self._word_of(reader)] < number for reader in self._readers):
-            time.sleep(nap)
-            nap = min(2 * nap, LONGEST_NAP_S)
 
     def read(self, reader: int, number: int) -> Int32:
         """Message `number`, counted from 1, where it lies, in a longer array. The one before may be overwritten now."""
@@ -244,14 +249,16 @@ class Publisher:
 
     def _send(self, message: Message) -> None:
         parts = pack(message)
-        self._record.wait()
         if self._places is not None:
+            if not self._places.has_room:
+                self._record.wait()
+                self._places.wait()
+                self._record.go_on()
             self._places.write(parts)
         if self._far_ranks:
             numbers = np.concatenate(parts, casting="unsafe", dtype=np.int32)
             for request in [self._world.isend(numbers, rank, TAG) for rank in self._far_ranks]:
                 request.wait()
-        self._record.go_on()
 
 
 def open_channel(ranks: Ranks, capacity: int, num_stages: int = 1) -> Publisher | Receiver | None:

@@ -218,7 +218,6 @@ class EngineConfig:
     pipeline_parallel_size: int | None = None  # stages, each with a run of layers; None: as above
     # what ranks send to add up (bfloat16, float32: of a CPU), or the way that it goes (of GPUs)
     check_ranks: bool = False  # compare what ranks compute after every step
-    check_ranks: bool = False  # compare what ranks compute after every step
     allreduce: Literal["auto", "float32", "bfloat16", "int8", "int8-plain", "window", "peer", "nccl"] = "auto"
     # large steps in two halves, sums of one under the compute of the other; auto: from the size on where it is quicker
     dual_stream: Literal["auto", "on", "off"] = "auto"

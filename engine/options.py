@@ -141,7 +141,6 @@ OPTIONS = (
         ("-pp", "--pipeline-parallel"),
     ),
     Option("check_ranks", switch, "compare what ranks compute after every step, for hunting faults; slow"),
-    Option("check_ranks", switch, "compare what ranks compute after every step, for hunting faults; slow"),
     Option("split", text, "how uneven cards share the model", instead="the model runs on one rank"),
     Option(
         "allreduce",

@@ -7,9 +7,11 @@ message. Text (token ids, if the model has no tokenizer) goes to standard output
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from dataclasses import replace
 
+from engine.env import launched_rank
 from engine.errors import ConfigError, GlintError
 from engine.llm import LLM
 from engine.log import set_up_logging
@@ -45,7 +47,8 @@ def main(argv: list[str]) -> int:
         else:
             outputs = llm.generate([*arguments.prompt, *arguments.ids], sampling)
     except GlintError as error:
-        print(f"engine.generate: {error}", file=sys.stderr)
+        if launched_rank(os.environ) == 0:
+            print(f"engine.generate: {error}", file=sys.stderr)
         return 1
     for output in outputs:
         print(",".join(map(str, output.token_ids)) if output.text is None else output.text)

@@ -4,6 +4,7 @@ with --help."""
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from engine.bench import bookkeeping, load, offline, quality, ranks, shapes, soa
 from engine.bench.arguments import positive, positive_list, report_file_or_output
 from engine.bench.model_shapes import QUANTS, SHAPES
 from engine.config import CUDA_ARCHES, EngineConfig
+from engine.env import launched_rank
 from engine.errors import ConfigError, GlintError
 from engine.log import set_up_logging
 
@@ -35,7 +37,8 @@ def main(argv: list[str]) -> int:
     try:
         status: int | None = arguments.run(arguments)
     except GlintError as error:
-        print(f"engine.bench: {error}", file=sys.stderr)
+        if launched_rank(os.environ) == 0:
+            print(f"engine.bench: {error}", file=sys.stderr)
         return 1
     return status or 0
 

@@ -178,7 +178,7 @@ def _find_alone(config: EngineConfig, ranks: Ranks) -> _Found:
     logger.info("%s: %s", source.name, summary(model_config))
     _check_kv_cache_dtype(config, model_config)
     max_model_len = _max_model_len(config, model_config)
-    tp, pp, why = choose_split(config, model_config, ranks.size, len(ranks.host_ranks))
+    tp, pp, why = choose_split(config, model_config, ranks.size, ranks.least_per_host)
     parallel = ParallelConfig(ranks.rank, tp, pp)
     if ranks.size > 1:
         logger.info("%d ranks: tensor parallel %d, pipeline parallel %d: %s", ranks.size, tp, pp, why)

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -56,6 +57,7 @@ class Ranks:
     rank: int = 0
     size: int = 1
     host_ranks: tuple[int, ...] = (0,)  # those of this host, in order
+    least_per_host: int = 1  # ranks of the host that has the fewest
     world: World | None = None  # for the communicator of the backend; None: there is but this rank
     control: World | None = None  # for what ranks agree on
     watch: Watch | None = None  # ends all where one fails
@@ -211,15 +213,18 @@ def _join(launched: int) -> Ranks:
             f"that mpi4py loads ({library}); start with that one's"
         )
     control = world.Dup()
-    ranks = Ranks(world.rank, world.size, (world.rank,), world, control)
+    ranks = Ranks(world.rank, world.size, (world.rank,), 1, world, control)
     hosts = ranks.gather(host_name(), "the start")
     control.alltoall([None] * world.size)  # by now each has opened what it shares with each
     _drop_names()
-    ranks = replace(ranks, host_ranks=tuple(rank for rank, host in enumerate(hosts) if host == hosts[world.rank]))
-    host = ranks.host_ranks
-    hold_connections(
-        os.environ, ranks.host_rank, len(host), lambda text: [ranks.gather(text, "the start")[rank] for rank in host]
-    )
+    host = tuple(rank for rank, name in enumerate(hosts) if name == hosts[world.rank])
+    ranks = replace(ranks, host_ranks=host, least_per_host=min(Counter(hosts).values()))
+
+    def exchange(text: str) -> list[str]:
+        texts = ranks.gather(text, "the start")
+        return [texts[rank] for rank in host]
+
+    hold_connections(os.environ, ranks.host_rank, len(host), exchange)
     num_records = len(host)
     segment = ranks.share(num_records * RECORD_BYTES, "the start")
     records = [Record(segment, number) for number in range(num_records)]

@@ -23,8 +23,10 @@ from engine.checkpoint.stored_tensor import StoredTensor, map_bytes, read_into
 from engine.checkpoint.stored_words import StoredWords, pack_words
 from engine.coded_kv import KVKind, parts_of
 from engine.comm.communicator import Communicator, OneRank
+from engine.comm.side import Side
 from engine.config import ParallelConfig
-from engine.forward import EagerForward
+from engine.forward import IN_ORDER, EagerForward
+from engine.halves import Halving, in_halves
 from engine.kv_cache import KVCache, make_kv_cache
 from engine.models.registry import ARCHITECTURES
 from engine.ops import OpTable
@@ -38,6 +40,8 @@ Prompts = Sequence[Sequence[int]]
 
 BLOCK_SIZE = 4
 ONE_RANK = ParallelConfig()
+WHOLE = Halving()
+HALVED = Halving(min_tokens=2, min_decodes=2)
 
 
 def namespace_of(array: Any) -> Any:
@@ -98,11 +102,13 @@ def make_runner(
     packed: bool = False,
     kv_codes: KVKind | None = None,
     parallel: ParallelConfig = ONE_RANK,
+    side: Side = IN_ORDER,
 ) -> ModelRunner:
     """A runner of the checkpoint with room for these prompts; engine.build makes one over the machine's own ops.
 
     store: where weights and cache lie, and in what type; None = float32 of NumPy. packed: 4-bit weights stay so.
     kv_codes: what the cache holds in place of numbers. parallel: which part of the model is this rank's.
+    side: where sums of one half of a step go on.
     """
     store = LikeStore(np.zeros(0, np.float32)) if store is None else store
     source = resolve(str(folder))
@@ -118,22 +124,22 @@ def make_runner(
     rope = RopeTable(config.rope, config.rotary_dim, max(map(len, prompts)))
     sampler = Sampler(config.vocab_size, 1, ops.sampling)
     comm = make_comm(ops)
-    forward = EagerForward(model, comm, cache, rope, len(prompts))
+    forward = EagerForward(model, comm, cache, rope, len(prompts), side=side)
     return ModelRunner(model, forward, comm, cache, rope, sampler, ops.sampling)
 
 
-def run_chunks(runner: ModelRunner, prompts: Prompts, chunks: Sequence[int]) -> list[Array]:
+def run_chunks(runner: ModelRunner, prompts: Prompts, chunks: Sequence[int], halving: Halving = WHOLE) -> list[Array]:
     """Logits of all tokens of each prompt, [num_tokens, vocab_size], computed together. Ranks run the same; those
     but rank 0 get none.
 
-    chunks: tokens a step of each prompt.
+    chunks: tokens a step of each prompt. halving: of steps.
     """
     done = [0] * len(prompts)
     logits: list[list[Array]] = [[] for _ in prompts]
     while any(num_done < len(prompt) for num_done, prompt in zip(done, prompts, strict=True)):
         counts = [min(chunk, len(prompt) - n) for chunk, prompt, n in zip(chunks, prompts, done, strict=False)]
         rows = sorted((i for i, count in enumerate(counts) if count), key=lambda i: counts[i] > 1)  # decodes first
-        hidden = run_step(runner, rows, prompts, done, counts)
+        hidden = run_step(runner, rows, prompts, done, counts, halving)
         ends = np.cumsum([counts[i] for i in rows])
         found = runner.comm.gather_logits(runner.model.logits(hidden)) if runner.comm.is_last else None
         if found is not None:
@@ -145,7 +151,12 @@ def run_chunks(runner: ModelRunner, prompts: Prompts, chunks: Sequence[int]) -> 
 
 
 def run_step(
-    runner: ModelRunner, rows: Sequence[int], prompts: Prompts, done: Sequence[int], counts: Sequence[int]
+    runner: ModelRunner,
+    rows: Sequence[int],
+    prompts: Prompts,
+    done: Sequence[int],
+    counts: Sequence[int],
+    halving: Halving = WHOLE,
 ) -> Array:
     """Final-normed hidden states of the next counts[i] tokens of prompts i in rows, after done[i] of them."""
     num_tokens = np.array([counts[i] for i in rows], np.int32)
@@ -166,7 +177,8 @@ def run_step(
         num_decodes=int(np.count_nonzero(num_tokens == 1)),
     )
     rope_rows = runner.rope.rows(token_positions(plan), np.repeat(plan.rope_lens, num_tokens))
-    return runner.forward(_beside(runner.cache, build_batch(plan, BLOCK_SIZE, rope_rows)))
+    batch = in_halves(build_batch(plan, BLOCK_SIZE, rope_rows), halving.num_first(plan))
+    return runner.forward(_beside(runner.cache, batch))
 
 
 def _beside(cache: KVCache, batch: ForwardBatch) -> ForwardBatch:
@@ -174,8 +186,12 @@ def _beside(cache: KVCache, batch: ForwardBatch) -> ForwardBatch:
     namespace = namespace_of(parts_of(next(iter((cache.k_cache | cache.latent_cache).values())))[0])
     if namespace is np:
         return batch
-    arrays = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "num_decodes"}
-    return replace(batch, **{name: namespace.asarray(array) for name, array in arrays.items()})
+    names = [field.name for field in fields(batch) if field.name not in ("num_decodes", "halves")]
+    arrays = {name: namespace.asarray(getattr(batch, name)) for name in names}
+    if batch.halves is None:
+        return replace(batch, **arrays)
+    first, second = batch.halves
+    return replace(batch, **arrays, halves=(_beside(cache, first), _beside(cache, second)))
 
 
 def shuffled_blocks(prompts: Prompts) -> NDArray[np.int32]:

@@ -60,6 +60,7 @@ class ForwardBatch:
     rope_cos_sin: Array  # [num_tokens, rotary_dim] float32, cosines then sines (see ref.rope)
     two_way_lens: Array  # [num_seqs] int32, leading tokens that all tokens see, also those before; 0 = causal
     num_decodes: int  # leading sequences (and so tokens) with one token each
+    halves: tuple[ForwardBatch, ForwardBatch] | None = None  # of a step that is computed in two (engine.halves)
 
     @property
     def num_tokens(self) -> int:

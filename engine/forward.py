@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,11 +12,15 @@ from numpy.typing import NDArray
 
 from engine.batch import ForwardBatch, StepPlan, build_batch, token_positions, token_sequences
 from engine.comm.communicator import Communicator
+from engine.comm.side import InOrder, Side
+from engine.halves import Halving, in_halves
 from engine.kv_cache import KVCache
 from engine.models.model import Model
 from engine.rope_table import RopeTable
 
 Array = Any
+
+NO_HALVING, IN_ORDER = Halving(), InOrder()
 
 
 class Forward(Protocol):
@@ -41,9 +47,22 @@ class Forward(Protocol):
 
 
 class EagerForward:
-    """Op by op, on arrays of any target whose index tables are NumPy's: what a CPU does."""
+    """Op by op, on arrays of any target whose index tables are NumPy's: what a CPU does.
 
-    def __init__(self, model: Model, comm: Communicator, cache: KVCache, rope: RopeTable, num_slots: int) -> None:
+    halving: which steps are computed in two halves; side: where sums of one half go on beside the other.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        comm: Communicator,
+        cache: KVCache,
+        rope: RopeTable,
+        num_slots: int,
+        halving: Halving = NO_HALVING,
+        side: Side = IN_ORDER,
+    ) -> None:
+        self._halving, self._side = halving, side
         self._last_ids = np.zeros(num_slots, np.int32)
         self._model, self._comm, self._cache, self._rope = model, comm, cache, rope
         self._norms = [piece.norm for piece in model.pieces] + [model.final_norm] * comm.is_last
@@ -56,11 +75,13 @@ class EagerForward:
         if unknown.any():
             token_ids = token_ids.copy()
             token_ids[unknown] = self._last_ids[-1 - token_ids[unknown]]
-        return replace(batch, token_ids=token_ids)
+        return in_halves(replace(batch, token_ids=token_ids), self._halving.num_first(plan))
 
     def __call__(self, batch: ForwardBatch) -> Array:
         comm, pieces = self._comm, self._model.pieces
         residual = comm.reduce(self._model.embed(batch)) if comm.is_first else comm.receive(batch.num_tokens)
+        if batch.halves is not None:
+            return self._in_halves(batch.halves, residual)
         hidden = comm.norm(residual, self._norms[0])
         for piece, norm in zip(pieces, self._norms[1:], strict=False):
             partial = piece.forward(hidden, batch, self._cache)
@@ -68,6 +89,31 @@ class EagerForward:
         if comm.is_last:
             return hidden
         residual = comm.reduce_add(pieces[-1].forward(hidden, batch, self._cache), residual)
+        comm.send(residual)
+        return residual
+
+    def _in_halves(self, halves: tuple[ForwardBatch, ForwardBatch], residual: Array) -> Array:
+        """Piece by piece the first half, then the second; each one's sum goes on beside the other one's piece.
+
+        The numbers are those of __call__, but that a kernel may go by how many rows there are (ARCHITECTURE, Numerics:
+        equal (b)). Sums over ranks are the same bit by bit, row by row.
+        """
+        comm, pieces, side = self._comm, self._model.pieces, self._side
+        num_first = halves[0].num_tokens
+        states = [(comm.norm(part, self._norms[0]), part) for part in (residual[:num_first], residual[num_first:])]
+        ready: list[Callable[[], Any]] = [lambda state=state: state for state in states]  # type: ignore[misc]
+        for piece, norm in zip(pieces, self._norms[1:], strict=False):
+            for half, batch in enumerate(halves):
+                hidden, residual = ready[half]()
+                partial_sum = piece.forward(hidden, batch, self._cache)
+                ready[half] = side.start(partial(comm.reduce_add_norm, partial_sum, residual, norm))
+        if comm.is_last:
+            return side.join(*(take()[0] for take in ready))
+        for half, batch in enumerate(halves):
+            hidden, residual = ready[half]()
+            partial_sum = pieces[-1].forward(hidden, batch, self._cache)
+            ready[half] = side.start(partial(comm.reduce_add, partial_sum, residual))
+        residual = side.join(*(take() for take in ready))
         comm.send(residual)
         return residual
 

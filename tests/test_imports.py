@@ -20,7 +20,7 @@ LAYERS = (
     ("engine.sampling_params", "engine.memory_plan", "engine.packed4", "engine.coded_kv", "engine.coded8"),
     ("engine.api", "engine.config", "engine.weights", "engine.env", "engine.stats", "engine.messages"),
     ("engine.sequence", "engine.blocks", "engine.batch", "engine.swap"),
-    ("engine.scheduler", "engine.faults", "engine.prefix_lm"),
+    ("engine.scheduler", "engine.faults", "engine.prefix_lm", "engine.halves"),
     ("engine.logit_edits",),
     ("engine.token_bytes", "engine.gguf_tokenizer", "engine.tokenizer", "engine.detokenizer", "engine.text"),
     ("engine.template_limits", "engine.template_sandbox", "engine.chat_template"),
@@ -84,7 +84,18 @@ GPU = (  # these alone import cupy
     *(f"engine.comm.{name}" for name in ("host_window", "join", "links", "nccl", "peer", "planner")),
     *(
         f"{KERNELS}.{name}"
-        for name in ("gpu", "compile", "cublas", "forward", "graphs", "pools", "resources", "store", "__main__")
+        for name in (
+            "gpu",
+            "compile",
+            "cublas",
+            "forward",
+            "graphs",
+            "pools",
+            "resources",
+            "side_stream",
+            "store",
+            "__main__",
+        )
     ),
 )
 OWN_MODULES = {  # third-party packages that are kept behind a few modules

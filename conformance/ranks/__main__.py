@@ -1,7 +1,8 @@
-"""`mpirun -n N python -m conformance.ranks [--split TP2|PP2|TP3|TP4|TP2xPP2] [--case WORD] [--engine]`
+"""`mpirun -n N python -m conformance.ranks [--split TP2|PP2|TP3|TP4|TP2xPP2] [--case WORD] [--halves] [--engine]`
 
 Every golden over N ranks of this CPU, in each split of so many, against one rank; with --engine those of
-conformance.whole_engine, through scheduler, plans, preemption, sampler and all, against ref. A line a case from rank 0;
+conformance.whole_engine, through scheduler, plans, preemption, sampler and all, against ref. With --halves each step is
+computed in two, as with dual streams. A line a case from rank 0;
 exit status 1 where something is wrong.
 """
 
@@ -17,6 +18,7 @@ from functools import partial
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
+from conformance.engine_run import HALVED, WHOLE
 from conformance.ranks.engines import over_ranks
 from conformance.ranks.splits import MODELS, SPLITS, split_model
 from conformance.whole_engine import goldens
@@ -27,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--split", action="append", choices=tuple(SPLITS), help="default: each of so many ranks")
     parser.add_argument("--case", default="", help="only models with this in their name")
     parser.add_argument("--engine", action="store_true", help="the whole engine, of which rank 0 has the scheduler")
+    parser.add_argument("--halves", action="store_true", help="steps in two halves, as with --dual-stream on")
     args = parser.parse_args(arguments)
     world = MPI.COMM_WORLD
     splits = [name for name, (tp, pp) in SPLITS.items() if tp * pp == world.size and name in (args.split or SPLITS)]
@@ -35,8 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     threadpool_limits(1, user_api="blas")
     failed = False
+    cases = _engine_cases if args.engine else _model_cases
     for split in splits:
-        for name, case in (_engine_cases(*SPLITS[split]) if args.engine else _model_cases(*SPLITS[split])).items():
+        for name, case in cases(*SPLITS[split], args.halves).items():
             if args.case not in name:
                 continue
             started = time.perf_counter()
@@ -48,12 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(failed)
 
 
-def _model_cases(tp: int, pp: int) -> dict[str, Callable[[], list[str]]]:
-    return {name: partial(split_model, MPI.COMM_WORLD, name, tp, pp) for name in MODELS}
+def _model_cases(tp: int, pp: int, halves: bool) -> dict[str, Callable[[], list[str]]]:
+    return {name: partial(split_model, MPI.COMM_WORLD, name, tp, pp, HALVED if halves else WHOLE) for name in MODELS}
 
 
-def _engine_cases(tp: int, pp: int) -> dict[str, Callable[[], list[str]]]:
-    return {name: partial(over_ranks, case, tp, pp) for name, case in goldens.CASES.items()}
+def _engine_cases(tp: int, pp: int, halves: bool) -> dict[str, Callable[[], list[str]]]:
+    return {name: partial(over_ranks, case, tp, pp, halves) for name, case in goldens.CASES.items()}
 
 
 def run() -> None:

@@ -20,6 +20,7 @@ class RankDevice(Device):
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    halves: bool = False  # steps are computed in two
     closes: list[Callable[[], None]] = field(default_factory=list)  # of engines that were made
 
     def engine(self, folder: Path, **settings: Any) -> Engine:
@@ -31,6 +32,7 @@ class RankDevice(Device):
             tensor_parallel_size=self.tensor_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,
             num_threads=1,
+            dual_stream="on" if self.halves else "off",
             **settings,
         )
         built = build_engine(config, progress=False)
@@ -38,9 +40,9 @@ class RankDevice(Device):
         return built.engine
 
 
-def over_ranks(case: Callable[[Device], list[str]], tp: int, pp: int) -> list[str]:
+def over_ranks(case: Callable[[Device], list[str]], tp: int, pp: int, halves: bool = False) -> list[str]:
     """What is wrong, as rank 0 says it. The case makes one engine."""
-    device = RankDevice("cpu", "float32", 600, tp, pp)
+    device = RankDevice("cpu", "float32", 600, tp, pp, halves)
     try:
         return case(device)
     except Followed as end:

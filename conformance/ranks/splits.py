@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conformance.end_to_end import CHUNKS, SOFT_PROMPT, VARIANTS, make_model, model_prompts
-from conformance.engine_run import Prompts, make_runner, run_chunks
+from conformance.engine_run import WHOLE, Prompts, make_runner, run_chunks
 from conformance.golden_families import FAMILY_GOLDENS
 from conformance.golden_models import GOLDENS
 from conformance.whole_engine.cases import TOLERANCES
@@ -22,6 +22,7 @@ from engine.checkpoint.source import resolve
 from engine.comm.mpi_ranks import MpiRanks
 from engine.comm.mpi_sums import MpiComm
 from engine.config import ParallelConfig
+from engine.halves import Halving
 from engine.ops import cpu_ops
 from ref.sampling import log_softmax
 
@@ -37,12 +38,15 @@ SPLITS = {  # tensor_parallel_size and pipeline_parallel_size
 MODELS = (*GOLDENS, *FAMILY_GOLDENS, *VARIANTS)
 
 
-def split_model(world: MpiComm, name: str, tp: int, pp: int) -> list[str]:
-    """What is wrong with a model of MODELS over all ranks of world, in words; ranks but rank 0 say nothing."""
+def split_model(world: MpiComm, name: str, tp: int, pp: int, halving: Halving = WHOLE) -> list[str]:
+    """What is wrong with a model of MODELS over all ranks of world, in words; ranks but rank 0 say nothing.
+
+    halving: of the steps of ranks; those of the one that they are held to are whole.
+    """
     prompts, chunks = _prompts(name)
     with tempfile.TemporaryDirectory() as scratch:
         folder = make_model(scratch, name)
-        found = logits_of(folder, world, ParallelConfig(world.rank, tp, pp), prompts, chunks)
+        found = logits_of(folder, world, ParallelConfig(world.rank, tp, pp), prompts, chunks, halving)
         if world.rank:
             return []
         one = run_chunks(make_runner(folder, cpu_ops(), prompts), prompts, chunks)
@@ -51,14 +55,19 @@ def split_model(world: MpiComm, name: str, tp: int, pp: int) -> list[str]:
 
 
 def logits_of(
-    folder: Path, world: MpiComm, parallel: ParallelConfig, prompts: Prompts, chunks: tuple[int, ...]
+    folder: Path,
+    world: MpiComm,
+    parallel: ParallelConfig,
+    prompts: Prompts,
+    chunks: tuple[int, ...],
+    halving: Halving = WHOLE,
 ) -> list[Array]:
     """See run_chunks."""
     config = load_model_config(resolve(str(folder)))
     runner = make_runner(
         folder, cpu_ops(), prompts, lambda ops: MpiRanks(ops, world, parallel, config), parallel=parallel
     )
-    return run_chunks(runner, prompts, chunks)
+    return run_chunks(runner, prompts, chunks, halving)
 
 
 def _prompts(name: str) -> tuple[Prompts, tuple[int, ...]]:

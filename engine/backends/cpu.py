@@ -18,6 +18,7 @@ from engine.comm.mpi_sums import MpiComm, WireFormat
 from engine.config import EngineConfig, ModelConfig, ParallelConfig, StepLimits
 from engine.errors import ConfigError
 from engine.forward import EagerForward, Forward
+from engine.halves import Halving
 from engine.kv_cache import KVCache, KVSwap, make_kv_cache
 from engine.memory import plan_memory
 from engine.memory_plan import MemoryPlan
@@ -43,6 +44,8 @@ class CpuBackend:
             logger.warning("--w4a8 %s is left out: it is for GPUs of compute capability 9.0", config.w4a8)
         self._kv_codes = config.kv_codes
         self._place = place
+        # One thing is done after another here, so nothing is gained: for those who want to see it
+        self._halving = Halving(min_tokens=2, min_decodes=2) if config.dual_stream == "on" else Halving()
         num_threads = config.num_threads or max(1, usable_cores() // place.count)
         threadpool_limits(1, user_api="blas")  # the threads are those of engine.cpu.team
         self.ops = cpu_ops(num_threads)
@@ -79,7 +82,7 @@ class CpuBackend:
     def make_forward(
         self, limits: StepLimits, model: Model, comm: Communicator, cache: KVCache, rope: RopeTable, num_positions: int
     ) -> Forward:
-        return EagerForward(model, comm, cache, rope, limits.max_num_seqs)
+        return EagerForward(model, comm, cache, rope, limits.max_num_seqs, self._halving)
 
     def warm_up(self, runner: ModelRunner) -> None:
         """A CPU has nothing to warm."""

@@ -27,6 +27,7 @@ from engine.config import EngineConfig, ModelConfig, ParallelConfig, StepLimits
 from engine.errors import ConfigError, KernelError
 from engine.forward import Forward
 from engine.gpu_memory import GpuRoom, graph_buffer, mismatch, plan_gpu_memory
+from engine.halves import NEVER, Halving, first_that_pays
 from engine.kernels.dry_run import SAMPLINGS, run_dry
 from engine.kernels.forward import GpuForward, graph_sizes, piece_sizes
 from engine.kernels.gpu import Gpu
@@ -48,6 +49,8 @@ from engine.weights import ActivationKind, WeightMap, Weights, with_activations
 LIMITS = StepLimits(max_num_seqs=256, max_num_batched_tokens=8192)  # unless the user says others
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 MAX_WAITING_BLOCKS = 64  # of a kernel that waits for other ranks: a link is full from about 16 on
+HALVES = Halving(min_tokens=513, min_decodes=320, row_multiple=128)  # below them graphs are in pieces, weights bound
+TRIED = (768, 1536, 3072)  # tokens of steps that are timed whole and in halves
 GONE = "another program has taken memory meanwhile, or --gpu-memory-utilization is too high"
 
 logger = logging.getLogger(__name__)
@@ -68,6 +71,7 @@ class CudaBackend:
         self._pools = Pools()
         self._notes = Notes(self._gpu.num_sms, self._gpu.max_shared_bytes, self._gpu.has_wgmma, self._gpu.has_fp8)
         self._kv_codes = config.kv_codes
+        self._dual_stream = config.dual_stream
         self._w4a8: ActivationKind = "" if config.w4a8 == "off" else config.w4a8
         if self._w4a8 and not self._gpu.has_wgmma:
             logger.warning("--w4a8 %s is left out: it is of no use on %s", self._w4a8, self._gpu.arch)
@@ -82,6 +86,7 @@ class CudaBackend:
         self._recorder = Recorder(kernel_ops(self._gpu, self._sampling))
         self.ops = self._recorder.ops
         self._comm: Communicator = OneRank(self.ops)
+        self._world: MpiComm | None = None  # of ranks that share layers
         properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
         self._name = properties["name"].decode()
         self.description = (
@@ -96,6 +101,7 @@ class CudaBackend:
             return self._comm
         self.overlaps = False  # a rank other than 0 knows what was sampled from the next plan alone
         max_blocks = min(MAX_WAITING_BLOCKS, self._gpu.num_sms)
+        self._world = world if parallel.tensor_parallel_size > 1 else None
         self._comm = join_gpus(
             self.ops, self._gpu, world, parallel, model_config, self._dtype, config.allreduce, max_blocks
         )
@@ -154,7 +160,10 @@ class CudaBackend:
         While it is tried the pool takes a piece for each size of array, which is more than the step holds at once: so
         what a step leaves behind may lie between the arrays of the next.
         """
-        hidden = forward.try_prompt(limits.max_num_batched_tokens)
+        largest = limits.max_num_batched_tokens
+        if self._may_halve:
+            forward.try_prompt(largest, HALVES.half(largest))
+        hidden = forward.try_prompt(largest)
         if self._comm.is_last:
             part = model.logits(hidden[: max(limits.max_num_seqs, PROMPT_LOGPROB_ROWS)])
             logits = self._comm.gather_logits(part)
@@ -191,8 +200,39 @@ class CudaBackend:
                     hidden = forward.try_prompt(num_tokens)
                     if comm.is_last:
                         comm.gather_logits(model.logits(hidden))
+            forward.halving = self._halving(forward, limits)
             forward.capture(graph_sizes(limits.max_num_seqs), piece_sizes(limits.max_num_batched_tokens))
         return forward
+
+    @property
+    def _may_halve(self) -> bool:
+        return self._world is not None and self._dual_stream != "off"
+
+    def _halving(self, forward: GpuForward, limits: StepLimits) -> Halving:
+        """Steps that are quicker in halves, as tried by all ranks; all that may be where that is asked for."""
+        if self._world is None or not self._may_halve:
+            return Halving()
+        if self._dual_stream == "on":
+            return HALVES
+        world, most = self._world, limits.max_num_batched_tokens
+
+        def times(size: int) -> tuple[float, float]:
+            found = world.allgather([self._time(forward, size, num_first) for num_first in (0, HALVES.half(size))])
+            whole, halved = (max(of_ranks) for of_ranks in zip(*found, strict=True))
+            logger.info("a step of %d tokens: %.1f ms, in halves %.1f", size, whole, halved)
+            return whole, halved
+
+        return replace(HALVES, min_tokens=first_that_pays([n for n in TRIED if n <= most], times), min_decodes=NEVER)
+
+    def _time(self, forward: GpuForward, num_tokens: int, num_first: int) -> float:
+        """Milliseconds of a step, the second time."""
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        forward.try_prompt(num_tokens, num_first)
+        begin.record(self._stream)
+        forward.try_prompt(num_tokens, num_first)
+        end.record(self._stream)
+        end.synchronize()
+        return float(cupy.cuda.get_elapsed_time(begin, end))
 
     def warm_up(self, runner: ModelRunner) -> None:
         """Runs every kind of step once, in block 0, which holds nothing yet."""

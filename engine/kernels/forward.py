@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import cupy
@@ -22,9 +24,11 @@ from engine.comm.communicator import Communicator
 from engine.config import StepLimits
 from engine.errors import KernelError
 from engine.forward import EagerForward
+from engine.halves import PER_TOKEN, Halving, split_batch
 from engine.kernels.embedding import embedding
 from engine.kernels.gpu import Gpu, copy_rows
 from engine.kernels.graphs import Pieces, Recorder
+from engine.kernels.side_stream import SideStream
 from engine.kv_cache import KVCache
 from engine.memory_plan import ALWAYS, STEP, Buffer
 from engine.models.model import Model
@@ -37,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 TOKEN_PADDING = {"token_ids": 0, "positions": 0, "slot_mapping": -1}  # fields with a number a token
 SEQUENCE_PADDING = {"cu_seqlens_q": None, "seq_lens": 0, "logits_indices": 0}  # a sequence; None: the last one again
+COUNTED = ("cu_seqlens_q", "seq_lens", "logits_indices")
 NO_ROWS = np.empty((0, 0), np.float32)
 
 known_ids = cupy.ElementwiseKernel(  # see batch.unknown_id
@@ -59,7 +64,10 @@ def piece_sizes(max_num_tokens: int) -> list[int]:
 
 
 class GpuForward:
-    """Holds the model, its cache, the graphs and the buffers of a step's integers."""
+    """Holds the model, its cache, the graphs and the buffers of a step's integers.
+
+    halving: of steps that are launched kernel by kernel, and of decoding graphs that are captured from then on.
+    """
 
     def __init__(
         self,
@@ -73,7 +81,8 @@ class GpuForward:
         table_width: int,
     ) -> None:
         max_num_tokens, max_num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
-        self._run = EagerForward(model, comm, cache, rope, max_num_seqs)
+        self._run = EagerForward(model, comm, cache, rope, max_num_seqs, side=SideStream())
+        self.halving = Halving()
         self._recorder = recorder
         self._cache, self._rope, self._gpu = cache, rope, gpu
         self._table_width = table_width
@@ -102,12 +111,12 @@ class GpuForward:
             with _optional(f"decoding steps of {size} sequences"):
                 self._graphs[size] = self._recorder.whole(partial(self._run, batch))
 
-    def try_prompt(self, size: int) -> Array:
+    def try_prompt(self, size: int, num_first: int = 0) -> Array:
         """Hidden states of prompts of so many tokens in all, whose keys go nowhere and are looked for in block 0.
 
-        What a step of this size takes, memory and kernels, is taken by it.
+        What a step of this size takes, memory and kernels, is taken by it. num_first: of its first half; 0: whole.
         """
-        return self._run(self._upload(self._prompts(size), size))
+        return self._run(self._upload(self._prompts(size), size, num_first=num_first))
 
     def buffers(self) -> tuple[Buffer, ...]:
         """What it holds beside the graphs."""
@@ -138,7 +147,9 @@ class GpuForward:
         on_host = build_batch(plan, self._cache.block_size, rows)
         sizes = sorted(self._graphs if is_decode else self._pieces)
         size = next((size for size in sizes if size >= plan.num_tokens), None)
-        return self._upload(on_host, size or plan.num_tokens, is_graph=is_decode and size is not None)
+        if size is None:
+            return self._upload(on_host, plan.num_tokens, num_first=self.halving.num_first(plan))
+        return self._upload(on_host, size, is_graph=is_decode)
 
     def __call__(self, batch: ForwardBatch) -> Array:
         """Final-normed hidden states, [num_tokens, hidden_size], of padding too."""
@@ -151,11 +162,12 @@ class GpuForward:
             return self._pieces[num_tokens].launch(batch)
         return self._run(batch)
 
-    def _upload(self, batch: ForwardBatch, num_tokens: int, is_graph: bool = False) -> ForwardBatch:
+    def _upload(self, batch: ForwardBatch, num_tokens: int, is_graph: bool = False, num_first: int = 0) -> ForwardBatch:
         """The batch on the GPU, padded to num_tokens: one copy of all integers, one of the block table.
 
         is_graph: a decoding step for a graph, whose padding is sequences too, and which reads the block table with rows
-        of its full width, of which only the columns in use are copied.
+        of its full width, of which only the columns in use are copied. num_first: tokens of the first half of a step
+        that is not padded; 0: it is whole.
         """
         num_seqs, used = batch.block_table.shape
         padded, width = (num_tokens, self._table_width) if is_graph else (num_seqs, used)
@@ -185,12 +197,16 @@ class GpuForward:
             cos_sin[: len(batch.rope_cos_sin)] = cupy.asarray(batch.rope_cos_sin)
         else:
             embedding(placed["positions"], self._rope_table, out=cos_sin, device=self._gpu)
-        return ForwardBatch(
+        uploaded = ForwardBatch(
             **placed,
             rope_cos_sin=cos_sin,
             two_way_lens=batch.two_way_lens,
             num_decodes=padded if is_graph else batch.num_decodes,
         )
+        if is_graph:
+            num_first = self.halving.num_first_decodes(padded)
+            return replace(uploaded, halves=_decoding_halves(uploaded, num_first)) if num_first else uploaded
+        return replace(uploaded, halves=_halves(uploaded, batch, num_first)) if num_first else uploaded
 
     def _prompts(self, size: int) -> ForwardBatch:
         """Prompts of so many tokens in all, as long as may be, that nobody owns."""
@@ -225,6 +241,33 @@ class GpuForward:
             two_way_lens=zeros,
             num_decodes=size,
         )
+
+
+def _halves(batch: ForwardBatch, on_host: ForwardBatch, num_first: int) -> tuple[ForwardBatch, ForwardBatch]:
+    """Views of what lies on the GPU, and, in a copy of its own, what each half counts anew."""
+    counted = {name: getattr(on_host, name) for name in COUNTED}
+    halves = split_batch(replace(batch, **counted), num_first)
+    numbers = [getattr(half, name) for half in halves for name in COUNTED]
+    placed = cupy.asarray(np.concatenate(numbers))
+    ends = np.cumsum([0, *map(len, numbers)]).tolist()
+    views = (placed[begin:end] for begin, end in pairwise(ends))
+    first, second = (replace(half, **{name: next(views) for name in COUNTED}) for half in halves)
+    return first, second
+
+
+def _decoding_halves(batch: ForwardBatch, num_first: int) -> tuple[ForwardBatch, ForwardBatch]:
+    """Of a graph: all is where it always lies, as each half counts its sequences as the whole does."""
+    names = *PER_TOKEN, "block_table", "seq_lens", "logits_indices", "two_way_lens"
+    first, second = (
+        replace(
+            batch,
+            **{name: getattr(batch, name)[part] for name in names},
+            cu_seqlens_q=batch.cu_seqlens_q[: part.stop - part.start + 1],
+            num_decodes=part.stop - part.start,
+        )
+        for part in (slice(0, num_first), slice(num_first, batch.num_tokens))
+    )
+    return first, second
 
 
 @contextmanager

@@ -1,8 +1,9 @@
-"""CuPy as NumPy arrays and one lazy stream, enough for the forward pass of a GPU and its graphs.
+"""CuPy as NumPy arrays and lazy streams, enough for the forward pass of a GPU and its graphs.
 
-What is launched waits in the stream until somebody waits for it, so what a launch reads must still be there then. A
-captured graph keeps what was launched, and runs it again over the same addresses. Memory goes back to its pool with its
-last array, and what a pool gives out is full of NaN.
+What is launched waits in its stream until somebody waits for it, so what a launch reads must still be there then. What
+another stream has to do is done as late as may be: when STREAM comes to where it waits for that. A captured graph keeps
+what was launched, and runs it again over the same addresses. Memory goes back to its pool with its last array, and what
+a pool gives out is full of NaN.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class CUDARuntimeError(RuntimeError):
 
 
 class Stream:
-    """The only one. Capturing, it runs nothing."""
+    """Capturing, STREAM runs nothing, and takes what others are to do into the graph."""
 
     ptr = 0
 
@@ -41,7 +42,23 @@ class Stream:
         self._lock = threading.RLock()  # several threads copy, and one after the other is what a stream does
 
     def launch(self, work: Work) -> None:
-        (self._queue if self._captured is None else self._captured).append(work)
+        (self._queue if STREAM._captured is None else STREAM._captured).append(work)
+
+    def __enter__(self) -> Stream:
+        CURRENT.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        CURRENT.pop()
+
+    def wait_event(self, event: Event) -> None:
+        number, source = event.num_recorded, event.source
+
+        def wait() -> None:
+            while event.num_come < number:
+                source._queue.popleft()()
+
+        self.launch(wait)
 
     def synchronize(self, until: Callable[[], bool] = lambda: False) -> None:
         if self._captured is not None:
@@ -75,17 +92,21 @@ class Graph:
 
 class Event:
     def __init__(self, disable_timing: bool) -> None:
-        self._has_come = True
+        self.num_recorded = self.num_come = 0
+        self.source = STREAM
 
     def record(self, stream: Stream) -> None:
-        self._has_come = False
-        stream.launch(self._come)
+        self.num_recorded += 1
+        self.source = stream
+        number = self.num_recorded
 
-    def _come(self) -> None:
-        self._has_come = True
+        def come() -> None:
+            self.num_come = max(self.num_come, number)
+
+        stream.launch(come)
 
     def synchronize(self) -> None:
-        STREAM.synchronize(until=lambda: self._has_come)
+        STREAM.synchronize(until=lambda: self.num_come == self.num_recorded)
 
 
 class Lease:
@@ -114,8 +135,10 @@ class MemoryPool:
         return Lease(self, (ctypes.c_char * size)())
 
 
+MODULES = "engine.kernels.graphs", "engine.kernels.side_stream", "engine.kernels.forward"
 STREAM = Stream()
-POOLS = [MemoryPool()]  # the last one gives
+CURRENT = [STREAM]  # the last one is launched on
+POOLS: list[Any] = [MemoryPool()]  # the last one gives
 
 
 class Pointer:
@@ -126,6 +149,9 @@ class Pointer:
 
     def __add__(self, offset: int) -> Pointer:
         return Pointer(self.ptr + offset)
+
+    def copy_from_device_async(self, source: Pointer, size: int) -> None:
+        CURRENT[-1].launch(lambda: ctypes.memmove(self.ptr, source.ptr, size))
 
     def copy_from_host_async(self, host: int, size: int, stream: Stream) -> None:
         stream.launch(lambda: ctypes.memmove(self.ptr, host, size))
@@ -165,7 +191,7 @@ def raw(value: Any) -> Any:
 def launch(work: Callable[..., Any], *arguments: Any) -> None:
     """Arrays of the stand-in are passed by address."""
     given = [raw(argument) for argument in arguments]
-    STREAM.launch(lambda: work(*given))
+    CURRENT[-1].launch(lambda: work(*given))
 
 
 def empty(shape: Any, dtype: Any = np.float32) -> Array:
@@ -212,7 +238,7 @@ def to_host(array: Any) -> np.ndarray:
 
 @contextmanager
 def using_allocator(malloc: Any) -> Iterator[None]:
-    POOLS.append(malloc.__self__)
+    POOLS.append(SimpleNamespace(malloc=malloc))
     try:
         yield
     finally:
@@ -246,10 +272,12 @@ def gpu_forward(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     cuda = SimpleNamespace(
         alloc_pinned_memory=bytearray,
         Event=Event,
-        get_current_stream=lambda: STREAM,
+        get_allocator=lambda: POOLS[-1].malloc,
+        get_current_stream=lambda: CURRENT[-1],
         MemoryPool=MemoryPool,
         MemoryPointer=lambda memory, offset: memory + offset,
         runtime=SimpleNamespace(CUDARuntimeError=CUDARuntimeError),
+        Stream=Stream,
         UnownedMemory=lambda address, size, owner: address,
         using_allocator=using_allocator,
     )
@@ -260,9 +288,9 @@ def gpu_forward(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     gpu.__dict__.update(Gpu=Gpu, copy_rows=copy_rows)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "engine.kernels.gpu", gpu)
-    for name in ("engine.kernels.graphs", "engine.kernels.forward"):
+    for name in MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield importlib.import_module("engine.kernels.forward")
     STREAM.__init__()  # type: ignore[misc]  # what a test that failed left in it
-    for name in ("engine.kernels.graphs", "engine.kernels.forward"):
+    for name in MODULES:
         sys.modules.pop(name, None)

@@ -35,7 +35,7 @@ class Stream:
 
     ptr = 0
 
-    def __init__(self) -> None:
+    def __init__(self, non_blocking: bool = True) -> None:
         self._queue: deque[Work] = deque()
         self._captured: list[Work] | None = None
         self.num_graphs = 0  # launched

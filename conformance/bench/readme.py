@@ -238,8 +238,10 @@ def tables(kernels: Path = KERNELS, engine: Path = ENGINE) -> dict[str, list[str
         prefix = "h200-llama-3.1-8b-"
         older = {path.stem.removeprefix(prefix): load(path) for path in sorted(engine.glob(f"{prefix}sm_*.json"))}
         found["gpu-engine"] = engine_table(load(engine / "h200-llama-3.1-8b.json"), older)
-    if (engine / "h200-qwen2-72b-gptq-int4.json").is_file():
-        found["gpu-engine-w4"] = engine_table(load(engine / "h200-qwen2-72b-gptq-int4.json"), {})
+    for place, name in (("gpu-engine-w4", ""), ("gpu-engine-w4-small", "-small")):
+        stored = engine / f"h200-qwen2-72b-gptq-int4{name}.json"
+        if stored.is_file():
+            found[place] = engine_table(load(stored), {})
     if (kernels / "foreign-h200.json").is_file():
         found["foreign"] = foreign_table(load(kernels / "foreign-h200.json"))
     return found

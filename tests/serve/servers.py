@@ -99,16 +99,18 @@ def start(
     *flags: str,
     new_group: bool = False,
     num_ranks: int = 0,
+    launcher: Sequence[str] = (),
     module: Sequence[str] = ("engine.serve",),
 ) -> Server:
     """Starts a server on a free port; does not wait for it.
 
     Args:
         num_ranks: by mpirun; 0 means without.
+        launcher: a command that starts ranks otherwise.
         module: what to run, and its first arguments.
     """
     command = [
-        *([MPIRUN, "-n", str(num_ranks)] if num_ranks else []),
+        *([MPIRUN, "-n", str(num_ranks)] if num_ranks else launcher),
         sys.executable,
         "-m",
         *module,

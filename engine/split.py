@@ -149,7 +149,10 @@ def _units(config: ModelConfig) -> Units:
 
 def _split_heads(config: ModelConfig, units: Units, tp: int) -> list[HeadSplit]:
     n_kv_heads = config.n_kv_heads if config.mla is None else config.n_heads  # each head has keys of its own
-    return split_heads(config.n_heads, n_kv_heads, tp, units.heads, units.kv_heads)
+    try:
+        return split_heads(config.n_heads, n_kv_heads, tp, units.heads, units.kv_heads)
+    except ValueError:  # between groups of o_proj there is no way
+        return split_heads(config.n_heads, n_kv_heads, tp, units.fewer_heads, units.kv_heads)
 
 
 def _shares(config: ModelConfig, units: Units, parallel: ParallelConfig) -> Shares:

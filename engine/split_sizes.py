@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from engine.checkpoint.quantized_cuts import SPREAD
 from engine.config import ModelConfig
 from engine.weights import HEAD, LinearSpec, WeightMap
 from ref.collectives import split_ranges, split_sizes
@@ -27,6 +28,7 @@ class Units:
     """Sizes of what stays together, and of what is cut."""
 
     heads: int = 1
+    fewer_heads: int = 1  # where a group of o_proj may be on two ranks, with its scale on both
     kv_heads: int = 1
     vocab: int = 1
     inner: dict[str, int] = field(default_factory=lambda: defaultdict(lambda: 1))
@@ -48,20 +50,27 @@ def units_of(config: ModelConfig, weight_map: WeightMap) -> Units:
         elif name == HEAD:
             units.vocab = math.lcm(units.vocab, out_unit)
         else:
-            _add_heads(units, config, spec, name, out_unit, in_unit)
+            is_grouped = all(one.block[0] == 1 for one in formats)
+            _add_heads(units, config, spec, out_unit, in_unit, is_grouped)
     return units
 
 
-def _add_heads(units: Units, config: ModelConfig, spec: LinearSpec, name: str, out_unit: int, in_unit: int) -> None:
+def _add_heads(
+    units: Units, config: ModelConfig, spec: LinearSpec, out_unit: int, in_unit: int, is_grouped: bool
+) -> None:
+    name = spec.dest.rpartition(".")[2]
     if name in ("qkv_proj", "q_proj", "q_b_proj"):
         run = _heads_in(config.head_dim, out_unit)
-        units.heads = math.lcm(units.heads, run)
+        units.heads, units.fewer_heads = math.lcm(units.heads, run), math.lcm(units.fewer_heads, run)
         if name == "qkv_proj":
             units.kv_heads = math.lcm(units.kv_heads, run)
     elif name == "kv_b_proj":
         units.kv_heads = math.lcm(units.kv_heads, _heads_in(spec.out_features // config.n_heads, out_unit))
     elif name == "o_proj":
-        units.heads = math.lcm(units.heads, _heads_in(spec.in_features // config.n_heads, in_unit))
+        head_dim = spec.in_features // config.n_heads
+        units.heads = math.lcm(units.heads, _heads_in(head_dim, in_unit))
+        fewer = SPREAD if is_grouped and in_unit % SPREAD == 0 else in_unit
+        units.fewer_heads = math.lcm(units.fewer_heads, _heads_in(head_dim, fewer))
 
 
 def _heads_in(head_dim: int, unit: int) -> int:

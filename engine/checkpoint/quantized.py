@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.checkpoint.folder import read_json
-from engine.checkpoint.quantized_cuts import SPREAD
+from engine.checkpoint.quantized_cuts import SPREAD, is_between
 from engine.coded8 import COLUMNS, FP8, INT8, TILE
 from engine.errors import ConfigError
 from engine.packed4 import is_group_size
@@ -82,9 +82,12 @@ def _packed(spec: LinearSpec, scheme: Scheme | None) -> Packed | None:
         return None
     group_size, zeros, act_order = facts
     size = spec.in_features if group_size == -1 else group_size
+    columns = spec.in_features if spec.column_cut is None else spec.column_cut.whole
+    is_between_groups = spec.in_features % size == 0 and is_between(next(spec.stored()), group_size)
+    if spec.column_cut is not None and not is_between_groups:
+        return Packed(SPREAD, zeros, "stored") if size % SPREAD == 0 and spec.in_features % SPREAD == 0 else None
     if not is_group_size(size, spec.in_features):
         return None
-    columns = spec.in_features if spec.column_cut is None else spec.column_cut.whole
     has_order = act_order and group_size != -1 and size < columns
     return Packed(size, zeros, "gathered" if has_order else "stored")
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.checkpoint.stored_tensor import StoredTensor
+from engine.weights import StoredModule
 from ref.quant.awq import AwqConfig
 from ref.quant.gptq import GptqConfig
 from ref.quant.groups import GroupedInt
@@ -64,16 +65,30 @@ def _words_first(
     return tensor.rows(columns) if suffix == "g_idx" else tensor
 
 
+def group_size_of(scheme: Scheme | None) -> int:
+    """In columns; -1: all are a group."""
+    grouped = isinstance(scheme, GptqConfig | AwqConfig) or (scheme is not None and scheme.strategy == "group")
+    return scheme.group_size if scheme is not None and grouped else -1
+
+
 def first_group(scheme: Scheme, columns: range) -> int:
     """That these columns belong to, where groups are neighbours."""
-    grouped = isinstance(scheme, GptqConfig | AwqConfig) or scheme.strategy == "group"
-    return columns.start // scheme.group_size if grouped and scheme.group_size > 0 else 0
+    size = group_size_of(scheme)
+    return columns.start // size if size > 0 else 0
+
+
+def is_between(module: StoredModule, group_size: int) -> bool:
+    """Whether the columns that are read begin and end between groups of neighbours; -1: there is one group."""
+    whole, columns = module.shape[1], module.columns
+    return group_size == -1 or (
+        columns.start % group_size == 0 and (columns.stop % group_size == 0 or columns.stop == whole)
+    )
 
 
 def num_groups(scheme: Scheme, columns: range) -> int:
     """That these columns are in, where groups are neighbours."""
-    grouped = isinstance(scheme, GptqConfig | AwqConfig) or scheme.strategy == "group"
-    return len(_units(columns, scheme.group_size)) if grouped and scheme.group_size > 0 else 1
+    size = group_size_of(scheme)
+    return len(_units(columns, size)) if size > 0 else 1
 
 
 def part_of_groups(weight: GroupedInt, rows: range, columns: range) -> GroupedInt:

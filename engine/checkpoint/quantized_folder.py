@@ -16,7 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.checkpoint.quantized import fold_orders
-from engine.checkpoint.quantized_cuts import WORD_BITS, cut_tensor, first_group, num_groups, part_of_groups
+from engine.checkpoint.quantized_cuts import (
+    WORD_BITS,
+    cut_tensor,
+    first_group,
+    group_size_of,
+    is_between,
+    num_groups,
+    part_of_groups,
+)
 from engine.checkpoint.quantized_words import Look, stored_words
 from engine.checkpoint.stored_tensor import StoredTensor, map_bytes
 from engine.checkpoint.stored_words import StoredWords
@@ -262,6 +270,8 @@ class QuantizedFolder:
         if module.is_whole:
             return unpack_module(self._tensors, self._config, name)
         scheme = module_scheme(self._config, name)
+        if f"{name}.weight" not in self._stored and not is_between(module, group_size_of(scheme)):
+            return self._part_of_groups(module)
         place = (columns, rows) if turned else (rows, columns)
         held = {
             key: cut_tensor(suffix, self._stored[key], scheme, *place)
@@ -275,8 +285,12 @@ class QuantizedFolder:
             if scheme is not None and len(columns) < module.shape[1] and f"{name}.{suffix}" in tensors:
                 groups = tensors[f"{name}.{suffix}"] - first_group(scheme, columns)
                 if groups.min(initial=0) < 0 or groups.max(initial=0) >= num_groups(scheme, columns):
-                    whole = unpack_module(self._tensors, self._config, name)  # groups have members on every rank
-                    assert isinstance(whole, GroupedInt)
-                    return part_of_groups(whole, rows, columns)
+                    return self._part_of_groups(module)
                 tensors[f"{name}.{suffix}"] = groups
         return unpack_module(tensors, self._config, name)
+
+    def _part_of_groups(self, module: StoredModule) -> GroupedInt:
+        """What is read of a module whose groups are on several ranks, each with the scales."""
+        whole = unpack_module(self._tensors, self._config, module.name)
+        assert isinstance(whole, GroupedInt)
+        return part_of_groups(whole, module.rows, module.columns)

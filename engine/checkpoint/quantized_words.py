@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.checkpoint.quantized_cuts import SPREAD, cut_tensor, spread_groups
+from engine.checkpoint.quantized_cuts import SPREAD, cut_tensor, is_between, spread_groups
 from engine.checkpoint.stored_tensor import StoredTensor, map_bytes, pieces
 from engine.checkpoint.stored_words import TYPES, StoredPart, StoredWords, integers_of
 from engine.packed4 import SYMMETRIC_ZERO, Layout, word_shapes
@@ -164,6 +164,9 @@ def _order(
     plain = _Order(len(part), min(size, len(part)))
     tensor, regular = tensors.get(f"{module.name}.{name}"), np.arange(columns) // size
     must = scheme.desc_act if isinstance(scheme, GptqConfig) else getattr(scheme, "act_order", False)
+    is_cut = not is_between(module, size)
+    if is_cut and tensor is None and not must:
+        return _spread(regular, part)
     if tensor is None or layout == "awq":
         if must:
             raise ValueError(f"the config says act-order, but {name} is missing: the groups of its inputs are unknown")
@@ -177,14 +180,21 @@ def _order(
     if layout == "rows" and not must and not np.array_equal(g_idx, regular):
         raise ValueError(f"{name} is stored in another order than neighbours, but the config has no actorder")
     if np.array_equal(g_idx, regular):
-        return plain
+        return _spread(regular, part) if is_cut else plain
     order = np.argsort(g_idx, kind="stable").astype(np.int32)
     if not np.array_equal(g_idx[order], regular):
         return None
     if len(part) == columns or spec.packed.order == "folded":
         return replace(plain, columns=order[part.start : part.stop])
-    spread, groups = spread_groups(g_idx, part)
-    return _Order(len(spread), SPREAD, spread, groups) if len(spread) <= MOST_SPREAD * len(part) else None
+    return _spread(g_idx, part)
+
+
+def _spread(g_idx: NDArray[np.int64], part: range) -> _Order | None:
+    """Of columns of groups that are on several ranks; None where a rank has too few of each."""
+    columns, groups = spread_groups(g_idx, part)
+    if len(columns) > MOST_SPREAD * len(part):
+        return None
+    return _Order(len(columns), SPREAD, None if np.array_equal(columns, part) else columns, groups)
 
 
 def _fits(one: StoredWords, is_symmetric: bool, offset: int) -> bool:

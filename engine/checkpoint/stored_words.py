@@ -90,9 +90,10 @@ def integers_of(stored: StoredWords) -> tuple[Array, Array, Array]:
     zeros = np.concatenate([_zeros(stored, part) for part in parts])
     if stored.order is not None:
         q = q[:, stored.order]
-    if stored.groups is not None and stored.order is not None:
+    if stored.groups is not None:
         scales, zeros = scales[:, stored.groups], zeros[:, stored.groups]
-        q = np.where(stored.order < 0, zeros.repeat(stored.group_size, 1), q)
+        if stored.order is not None:
+            q = np.where(stored.order < 0, zeros.repeat(stored.group_size, 1), q)
     if stored.row_order is not None:
         rows = np.concatenate([stored.row_order, stored.row_order + len(q) // 2])
         q, scales, zeros = q[rows], scales[rows], zeros[rows]

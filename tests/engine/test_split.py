@@ -24,6 +24,7 @@ from engine.ops import cpu_ops
 from engine.packed4 import PACKED, PACKED_GATED, Layout, word_shapes
 from engine.split import rank_weights
 from engine.weights import Weights
+from ref.quant.awq import awq_pack
 from ref.quant.compressed_tensors import ct_pack
 from ref.quant.gptq import gptq_pack
 from ref.quant.groups import unpack_words
@@ -110,6 +111,19 @@ CT_ACT_ORDER = {
     "ignore": ["lm_head"],
 }
 GPTQ_WHOLE = {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": False, "desc_act": True}
+WIDE = {"group_size": 128}
+GPTQ_128 = {"quant_method": "gptq", "bits": 4, "sym": False, "desc_act": False, **WIDE}
+AWQ_128 = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm", **WIDE}
+CT_128 = CT_ACT_ORDER | {
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4 | WIDE | {"actorder": None}}}
+}
+WIDE_FORMATS = {
+    "gptq_128": Format(GPTQ_128, partial(grouped, gptq_pack, **WIDE)),
+    "gptq_act_order_128": Format(GPTQ_128 | {"desc_act": True}, partial(grouped, gptq_pack, act_order=True, **WIDE)),
+    "gptq_8bit_128": Format(GPTQ_128 | {"bits": 8}, partial(grouped, gptq_pack, bits=8, **WIDE)),
+    "awq_128": Format(AWQ_128, partial(grouped, awq_pack, **WIDE)),
+    "ct_int4_128": Format(CT_128, partial(grouped, partial(ct_pack, symmetric=False), **WIDE)),
+}
 MORE_FORMATS = {
     "ct_act_order": Format(CT_ACT_ORDER, partial(grouped, partial(ct_pack, symmetric=False), act_order=True)),
     "gptq_one_group": Format(GPTQ_WHOLE, partial(grouped, gptq_pack, group_size=-1)),
@@ -127,6 +141,22 @@ def test_words_by_rows_in_any_order_and_a_group_of_all(
         kept = {load(folder, rank).linears["layers.0.down_proj"].format for rank in all_ranks(3)}
         assert kept == {PACKED}
     assert_as_one_rank(folder, random_ids(67, (5, 21)), 3, 1, packed)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", WIDE_FORMATS)
+@pytest.mark.parametrize("tp", [2, 4])
+def test_heads_that_share_a_group_may_part(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, packed: bool, tp: int
+) -> None:
+    """Three heads of 64 read one KV head, and a group of 128 of o_proj is of two: each rank has a copy of its scale, in
+    groups of 32 that it has alone."""
+    monkeypatch.setitem(FORMATS, name, WIDE_FORMATS[name])
+    sizes = {"head_dim": 64, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 512}
+    folder = format_folder(tmp_path, format_config("llama") | sizes, name)
+    if packed and name != "gptq_8bit_128":
+        assert {load(folder, rank).linears["layers.0.o_proj"].format for rank in all_ranks(tp)} == {PACKED}
+    assert_as_one_rank(folder, random_ids(67, (5, 21)), tp, 1, packed)
 
 
 def load(folder: Path, parallel: ParallelConfig) -> Weights:
@@ -199,9 +229,17 @@ def test_rows_and_columns_are_picked_from_words(tmp_path: Path, layout: Layout) 
     part = StoredPart(32, stored["words"], stored["scales"], stored["zeros"])
     columns = rng.permutation(128)[:64].astype(np.int32)
     rows = rng.permutation(32)[:16].astype(np.int32)
-    for order, row_order in ((columns, None), (None, rows)):
+    filled = np.where(np.arange(64) % 5 == 0, np.int32(-1), columns)
+    finer = np.array([1, 0, 0, 1], np.int32)
+    for order, row_order, groups in (
+        (columns, None, None),
+        (None, rows, None),
+        (filled, None, finer[:2]),
+        (None, None, finer),
+    ):
         in_features = 128 if order is None else 64
-        layer = StoredWords(layout, (part, part), in_features, in_features // 2, 1, True, order, row_order)
+        group_size = in_features // 2 if groups is None else 32
+        layer = StoredWords(layout, (part, part), in_features, group_size, 1, True, order, row_order, groups)
         assert layer.is_picked
         q, scales, zeros = integers_of(layer)
         axes = (0, 1) if layout == "rows" else (1, 0)

@@ -138,7 +138,7 @@ def _candidate(
     device = ops.device
     world_size = x.shape[1]
     row_bytes = x.shape[3] * x.itemsize
-    num_bytes = max(calls) * (packets(row_bytes) * 12 if added == "norm" else row_bytes)  # a block has whole rows
+    num_bytes = max(calls) * (packets(row_bytes) * 12 if added == "norm" else row_bytes)  # a row has whole packets
     group = make_group(ops, world_size, path, num_bytes, last_number, max_blocks=MAX_BLOCKS)
 
     def run(rank: int) -> list[tuple[Any, ...]]:

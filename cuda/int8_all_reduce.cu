@@ -11,6 +11,7 @@
 #include "hadamard.cuh"
 
 constexpr int kThreads = 512;
+constexpr int kPieces = 3;           // of 16 bytes that a lane has of a bundle
 constexpr int kBundle = 24;          // groups: a lane has a quarter of three
 constexpr int kBundlePackets = 72;   // two a lane for codes, and one of scales for each four lanes
 

@@ -13,8 +13,7 @@
 
 constexpr int kMaxRanks = 8;
 constexpr int kPacketBytes = 16;      // of which 12 are data
-constexpr int kPieces = 3;            // of 16 bytes that a lane sends and receives in
-constexpr int kPackets = 4;           // of 12
+constexpr int kWords = 3;             // of 4 bytes: the data of a packet
 constexpr int kLooksAtOnce = 32;      // before a look at the clock and the alarm
 constexpr int kAlarmWords = 4;        // of a rank's report: 1 + the peer, channel, number, 0
 
@@ -52,32 +51,14 @@ __device__ __forceinline__ index_t slot_of(const Channel& channel, unsigned numb
   return ((number & 1) * static_cast<index_t>(channel.world_size) + rank) * channel.capacity * kPacketBytes;
 }
 
-// A share is what one lane sends at once: of 96 pieces in a row each 32nd, so that a warp reads and stores 512 bytes in
-// a row. Piece j of share i, and where its packet k lies in a slot, in bytes.
-__device__ __forceinline__ int piece_of(int share, int j) { return share / 32 * (32 * kPieces) + j * 32 + share % 32; }
-__device__ __forceinline__ int packet_of(int share, int k) {
-  return (share / 32 * (32 * kPackets) + k * 32 + share % 32) * kPacketBytes;
-}
-
-struct Share {
-  unsigned words[4 * kPieces];
+struct Words {
+  unsigned word[kWords];
 };
 
-__device__ __forceinline__ void set_piece(Share& share, int j, uint4 piece) {
-  share.words[4 * j] = piece.x, share.words[4 * j + 1] = piece.y;
-  share.words[4 * j + 2] = piece.z, share.words[4 * j + 3] = piece.w;
-}
-__device__ __forceinline__ uint4 get_piece(const Share& share, int j) {
-  return make_uint4(share.words[4 * j], share.words[4 * j + 1], share.words[4 * j + 2], share.words[4 * j + 3]);
-}
-
-__device__ __forceinline__ void send_share(const Channel& channel, unsigned number, int place, const Share& share) {
-  const index_t slot = slot_of(channel, number, channel.rank);
+__device__ __forceinline__ void send_packet(const Channel& channel, unsigned number, int place, const Words& words) {
+  const index_t at = slot_of(channel, number, channel.rank) + static_cast<index_t>(place) * kPacketBytes;
   for (int i = 0; i < channel.num_outboxes; ++i)
-#pragma unroll
-    for (int k = 0; k < kPackets; ++k)
-      store_flagged(channel.outboxes[i] + slot + packet_of(place, k), share.words[3 * k], share.words[3 * k + 1],
-                    share.words[3 * k + 2], number);
+    store_flagged(channel.outboxes[i] + at, words.word[0], words.word[1], words.word[2], number);
 }
 
 // How long this thread has waited, and whether it goes on.
@@ -104,32 +85,34 @@ struct Patience {
   }
 };
 
-// The shares at `place` of kCount other ranks, from the first-th of the others on.
-template <int kCount>
-__device__ __forceinline__ void receive_shares(const Channel& channel, unsigned number, int place, int first,
-                                               Share (&shares)[kCount], Patience& patience) {
-  bool arrived[kCount];
-#pragma unroll
-  for (int q = 0; q < kCount; ++q) arrived[q] = false;
+// The packets place, place + step, … below `end` of all other ranks; words[u][q] is of the q-th of the others.
+template <int kWorld, int kCount>
+__device__ __forceinline__ void receive_packets(const Channel& channel, unsigned number, int place, int step, int end,
+                                                Words (&words)[kCount][kWorld - 1], Patience& patience) {
+  unsigned arrived = 0;  // a bit a rank
   for (;;) {
     int missing = -1;
 #pragma unroll
-    for (int q = 0; q < kCount; ++q) {
-      if (arrived[q]) continue;
-      const int peer = first + q + (first + q >= channel.rank);
+    for (int q = 0; q < kWorld - 1; ++q) {
+      if (arrived >> q & 1) continue;
+      const int peer = q + (q >= channel.rank);
       const char* const slot = channel.inbox + slot_of(channel, number, peer);
-      uint4 packets[kPackets];
+      uint4 packets[kCount];
 #pragma unroll
-      for (int k = 0; k < kPackets; ++k) packets[k] = load_flagged(slot + packet_of(place, k));
+      for (int u = 0; u < kCount; ++u)
+        if (place + u * step < end)
+          packets[u] = load_flagged(slot + static_cast<index_t>(place + u * step) * kPacketBytes);
       bool all = true;
 #pragma unroll
-      for (int k = 0; k < kPackets; ++k) {
-        all &= packets[k].w == number;
-        shares[q].words[3 * k] = packets[k].x, shares[q].words[3 * k + 1] = packets[k].y;
-        shares[q].words[3 * k + 2] = packets[k].z;
-      }
-      arrived[q] = all;
-      if (!all) missing = peer;
+      for (int u = 0; u < kCount; ++u)
+        if (place + u * step < end) {
+          all &= packets[u].w == number;
+          words[u][q] = {{packets[u].x, packets[u].y, packets[u].z}};
+        }
+      if (all)
+        arrived |= 1u << q;
+      else
+        missing = peer;
     }
     if (missing < 0 || !patience.lasts(channel, number, missing)) return;
   }

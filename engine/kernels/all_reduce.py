@@ -17,7 +17,6 @@ from engine.kernels.device import Device, Instance
 Array = Any
 
 MAX_THREADS = 512
-PACKETS = 4  # of a share, which is three pieces of 16 bytes
 MAX_ROUNDS = 2  # of a thread, in a row that is normed
 
 
@@ -33,7 +32,7 @@ def all_reduce(x: Array, channel: Channel, residual: Array | None = None, *, dev
         _check_residual("all_reduce", x, residual)
     y = device.empty(x.shape, x.dtype) if residual is None else residual
     if x.size:
-        threads, blocks = shape(packets(int(x.nbytes)) // PACKETS, channel)
+        threads, blocks = shape(packets(int(x.nbytes)), channel)
         instance = Instance("all_reduce", f"all_reduce<{kind}, {channel.world_size}>")
         arguments = (x, residual, y, np.int32(x.size), channel.struct)
         device.launch(instance, (blocks,), (threads,), arguments)
@@ -71,11 +70,12 @@ def all_reduce_add_rmsnorm(
     return y, residual
 
 
-def shape(num_shares: int, channel: Channel) -> tuple[int, int]:
-    """(threads of a block, blocks) for so many shares: few of them are spread over many small blocks, as each waits for
-    a link's answer only once."""
-    blocks = min(channel.max_blocks, ceil_div(num_shares, 64))
-    threads = min(MAX_THREADS, 32 * ceil_div(ceil_div(num_shares, blocks), 32))
+def shape(num_packets: int, channel: Channel) -> tuple[int, int]:
+    """(threads of a block, blocks) for so many packets: few of them are spread over many small blocks, as each waits
+    for a link's answer only once."""
+    blocks = min(channel.max_blocks, ceil_div(num_packets, 128))
+    most = MAX_THREADS if channel.world_size <= 4 else MAX_THREADS // 2
+    threads = min(most, 32 * ceil_div(ceil_div(num_packets, blocks), 32))
     return threads, blocks
 
 

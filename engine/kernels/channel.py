@@ -59,7 +59,7 @@ class Channel:
     @property
     def most_bytes(self) -> int:
         """Of an array."""
-        return self.capacity // 128 * 1536
+        return self.capacity * 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,8 @@ def slots_bytes(world_size: int, num_bytes: int) -> int:
 
 
 def packets(num_bytes: int) -> int:
-    """Of an array: whole warps of shares of 48 bytes, four packets each."""
-    return 128 * -(-num_bytes // (32 * 48))
+    """Of an array: 12 bytes each."""
+    return -(-num_bytes // 12)
 
 
 def alarm_words(world_size: int) -> int:

@@ -48,7 +48,7 @@ def int8_all_reduce(
     require_half(name, "x", x)
     if not can_send(x, channel):
         raise KernelError(
-            f"{name}: {list(x.shape)} of {channel.world_size} ranks; rows must be whole groups of {GROUP}, with a group "
+            f"{name}: {list(x.shape)} of {channel.world_size} ranks; rows must be whole groups of {GROUP}, with one "
             f"for each rank, and fit in {channel.capacity} packets"
         )
     y = device.empty(x.shape, x.dtype) if residual is None else residual

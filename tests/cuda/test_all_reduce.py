@@ -29,46 +29,35 @@ FEW = (  # cases that together see what the mutants below do
     "add-rows-peer-of-3",
     "norm-large-peer-of-3",
     "plain-rows-window-of-3",
-    "plain-rows-window-of-4",
     "plain-rows-window-of-2-wraps",
 )
 MUTANTS = (
     *mutants(
         "all_reduce",
         "include/channel.cuh",
-        ("nobody looks at flags", "all &= packets[k].w == number", "all &= true"),
-        ("a stale number will do", "all &= packets[k].w == number", "all &= packets[k].w != 0"),
+        ("nobody looks at flags", "all &= packets[u].w == number", "all &= true"),
+        ("a stale number will do", "all &= packets[u].w == number", "all &= packets[u].w != 0"),
         ("one set of slots", "((number & 1) * static_cast<index_t>(channel.world_size) + rank)", "rank"),
         ("the number is not counted on", "      channel.state[0] = number;\n", ""),
         ("blocks that began are not forgotten", "      channel.state[1] = 0;\n", ""),
         (
             "the first packet alone has a flag",
-            "for (int k = 0; k < kPackets; ++k) {\n        all &=",
-            "for (int k = 0; k < kPackets; ++k) {\n        all &= k > 0 ||",
+            "all &= packets[u].w == number",
+            "all &= u > 0 || packets[u].w == number",
         ),
         ("numbers go through 0", "last == 0xffffffffu ? 2 : last + 1", "last + 1"),
         ("one outbox only", "i < channel.num_outboxes", "i < 1"),
-        ("words change places", "share.words[3 * k + 1],\n", "share.words[3 * k],\n"),
+        ("words change places", "words.word[1], words.word[2], number", "words.word[2], words.word[1], number"),
     ),
     *mutants(
         "all_reduce",
         "all_reduce.cu",
-        (
-            "own share first, then the others",
-            "if (from + a == rank) add_mine(j, rank == 0);\n        "
-            "add<T>(sums[j], other, from + a == 0 && rank != 0);",
-            "if (from + a == 0) add_mine(j, true);\n        add<T>(sums[j], other, false);",
-        ),
-        ("the last rank leaves itself out", "if (rank == kWorld - 1) add_mine(j, false);", ""),
-        ("a share is added again", "if (from + a < q) continue;", ""),
-        ("the last piece is lost", "(size + kWidth<T> - 1) / kWidth<T>, end", "size / kWidth<T>, end"),
-        (
-            "the last share is lost",
-            "(num_pieces + 32 * kPieces - 1) / (32 * kPieces) * 32",
-            "max(num_pieces / (32 * kPieces), 1) * 32",
-        ),
-        ("the residual is left out", "    if (residual != nullptr) {", "    if (false) {"),
+        ("own share first, then the others", "channel.rank == p ? mine[j]", "p == 0 ? mine[j]"),
+        ("the last rank is left out", "p < kWorld; ++p) {  //", "p < kWorld - 1; ++p) {  //"),
+        ("the last packet is lost", "(size + kNumbers<T> - 1) / kNumbers<T>;\n  for", "size / kNumbers<T>;\n  for"),
+        ("the residual is left out", "sum[j] += other[j]", "sum[j] += 0.0f * other[j]"),
         ("a row is read before others have written it", "    __syncthreads();  // the row", "    // the row"),
+        ("rows of the neighbour", "row * row_packets, thread, threads);", "(row ^ 1) * row_packets, thread, threads);"),
     ),
 )
 QUICK = 5  # of the mutants, from the first on, are tried in every run

@@ -17,6 +17,7 @@ from engine.comm.ranks import Ranks
 from engine.config import ParallelConfig
 from engine.errors import EngineDeadError
 from engine.forward import Forward
+from engine.halves import Halving
 from engine.ops import SamplingOps
 
 Array = Any
@@ -47,6 +48,9 @@ class CheckedForward:
 
     def remember(self, slots: NDArray[np.int32], token_ids: Array) -> None:
         self._forward.remember(slots, token_ids)
+
+    def halve(self, halving: Halving) -> None:
+        self._forward.halve(halving)
 
     def _compare(self, mine: tuple[int, int, int, int]) -> None:
         """Raises EngineDeadError where ranks disagree."""

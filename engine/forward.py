@@ -20,7 +20,7 @@ from engine.rope_table import RopeTable
 
 Array = Any
 
-NO_HALVING, IN_ORDER = Halving(), InOrder()
+IN_ORDER = InOrder()
 
 
 class Forward(Protocol):
@@ -45,11 +45,15 @@ class Forward(Protocol):
         """Keeps the ids sampled in these slots for a step that names them by batch.unknown_id."""
         ...
 
+    def halve(self, halving: Halving) -> None:
+        """From now on these steps are computed in two halves, and no others."""
+        ...
+
 
 class EagerForward:
     """Op by op, on arrays of any target whose index tables are NumPy's: what a CPU does.
 
-    halving: which steps are computed in two halves; side: where sums of one half go on beside the other.
+    side: where sums over ranks of one half of a step go on beside what is computed of the other (see halve).
     """
 
     def __init__(
@@ -59,10 +63,9 @@ class EagerForward:
         cache: KVCache,
         rope: RopeTable,
         num_slots: int,
-        halving: Halving = NO_HALVING,
         side: Side = IN_ORDER,
     ) -> None:
-        self._halving, self._side = halving, side
+        self._halving, self._side = Halving(), side
         self._last_ids = np.zeros(num_slots, np.int32)
         self._model, self._comm, self._cache, self._rope = model, comm, cache, rope
         self._norms = [piece.norm for piece in model.pieces] + [model.final_norm] * comm.is_last
@@ -122,3 +125,6 @@ class EagerForward:
 
     def remember(self, slots: NDArray[np.int32], token_ids: Array) -> None:
         self._last_ids[slots] = token_ids
+
+    def halve(self, halving: Halving) -> None:
+        self._halving = halving

@@ -82,7 +82,9 @@ class CpuBackend:
     def make_forward(
         self, limits: StepLimits, model: Model, comm: Communicator, cache: KVCache, rope: RopeTable, num_positions: int
     ) -> Forward:
-        return EagerForward(model, comm, cache, rope, limits.max_num_seqs, self._halving)
+        forward = EagerForward(model, comm, cache, rope, limits.max_num_seqs)
+        forward.halve(self._halving)
+        return forward
 
     def warm_up(self, runner: ModelRunner) -> None:
         """A CPU has nothing to warm."""

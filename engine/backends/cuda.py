@@ -200,7 +200,7 @@ class CudaBackend:
                     hidden = forward.try_prompt(num_tokens)
                     if comm.is_last:
                         comm.gather_logits(model.logits(hidden))
-            forward.halving = self._halving(forward, limits)
+            forward.halve(self._halving(forward, limits))
             forward.capture(graph_sizes(limits.max_num_seqs), piece_sizes(limits.max_num_batched_tokens))
         return forward
 

@@ -64,10 +64,7 @@ def piece_sizes(max_num_tokens: int) -> list[int]:
 
 
 class GpuForward:
-    """Holds the model, its cache, the graphs and the buffers of a step's integers.
-
-    halving: of steps that are launched kernel by kernel, and of decoding graphs that are captured from then on.
-    """
+    """Holds the model, its cache, the graphs and the buffers of a step's integers."""
 
     def __init__(
         self,
@@ -82,7 +79,7 @@ class GpuForward:
     ) -> None:
         max_num_tokens, max_num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
         self._run = EagerForward(model, comm, cache, rope, max_num_seqs, side=SideStream())
-        self.halving = Halving()
+        self._halving = Halving()
         self._recorder = recorder
         self._cache, self._rope, self._gpu = cache, rope, gpu
         self._table_width = table_width
@@ -110,6 +107,12 @@ class GpuForward:
             batch = self._upload(self._padding(size), size, is_graph=True)
             with _optional(f"decoding steps of {size} sequences"):
                 self._graphs[size] = self._recorder.whole(partial(self._run, batch))
+
+    def halve(self, halving: Halving) -> None:
+        """Of prompts those that are launched kernel by kernel; graphs of decoding are captured anew."""
+        before, self._halving = self._halving, halving
+        first = Halving.num_first_decodes
+        self.capture([size for size in self._graphs if first(before, size) != first(halving, size)], ())
 
     def try_prompt(self, size: int, num_first: int = 0) -> Array:
         """Hidden states of prompts of so many tokens in all, whose keys go nowhere and are looked for in block 0.
@@ -148,7 +151,7 @@ class GpuForward:
         sizes = sorted(self._graphs if is_decode else self._pieces)
         size = next((size for size in sizes if size >= plan.num_tokens), None)
         if size is None:
-            return self._upload(on_host, plan.num_tokens, num_first=self.halving.num_first(plan))
+            return self._upload(on_host, plan.num_tokens, num_first=self._halving.num_first(plan))
         return self._upload(on_host, size, is_graph=is_decode)
 
     def __call__(self, batch: ForwardBatch) -> Array:
@@ -204,7 +207,7 @@ class GpuForward:
             num_decodes=padded if is_graph else batch.num_decodes,
         )
         if is_graph:
-            num_first = self.halving.num_first_decodes(padded)
+            num_first = self._halving.num_first_decodes(padded)
             return replace(uploaded, halves=_decoding_halves(uploaded, num_first)) if num_first else uploaded
         return replace(uploaded, halves=_halves(uploaded, batch, num_first)) if num_first else uploaded
 

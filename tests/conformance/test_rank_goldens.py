@@ -41,6 +41,18 @@ def test_whole_engine(split: str) -> None:
     assert all(line.endswith("): ok") for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("split", "kind"),
+    [("TP2", []), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("TP2xPP2", []), ("TP2", ["--engine"])))],
+)
+def test_in_halves(split: str, kind: list[str]) -> None:
+    """Dual streams: every step in two, the sum of one half after the other's piece has begun."""
+    tp, pp = SPLITS[split]
+    lines = mpirun(tp * pp, "-m", "conformance.ranks", "--split", split, "--halves", *kind).splitlines()
+    assert [line.split(" (")[0] for line in lines] == [f"{split} {name}" for name in (CASES if kind else MODELS)]
+    assert all(line.endswith("): ok") for line in lines)
+
+
 def test_all_goldens_are_there() -> None:
     assert set(MODELS) == {*GOLDENS, *FAMILY_GOLDENS, *VARIANTS}
 

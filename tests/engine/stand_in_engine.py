@@ -15,6 +15,7 @@ from engine.checkpoint.loader import load_weights
 from engine.comm.communicator import OneRank
 from engine.config import EngineConfig, StepLimits
 from engine.forward import EagerForward
+from engine.halves import Halving
 from engine.kv_cache import KVCache, make_kv_cache
 from engine.loop import Engine
 from engine.memory import plan_memory
@@ -28,6 +29,7 @@ from tests.engine.engines import tiny_engine
 from tests.engine.stand_in_ops import plain_ops, stand_in_ops
 
 BATCH_SIZES, TOKEN_SIZES = (1, 2, 4, 8), (4, 8, 16, 24)
+WHOLE = Halving()
 LIMITS = StepLimits(max_num_seqs=8, max_num_batched_tokens=32)  # beyond the largest piece: some steps are eager
 
 
@@ -37,8 +39,8 @@ class StandInBackend:
     description = "stand-in"
     limits = LIMITS
 
-    def __init__(self, module: ModuleType | None) -> None:
-        self._module = module
+    def __init__(self, module: ModuleType | None, halving: Halving = WHOLE) -> None:
+        self._module, self._halving = module, halving
         self.overlaps = module is not None
         self.ops = plain_ops()
         if module is not None:
@@ -66,6 +68,7 @@ class StandInBackend:
         width = -(-num_positions // cache.block_size)
         gpu = stand_in.Gpu()
         forward = self._module.GpuForward(model, comm, cache, rope, gpu, self._recorder, limits, width)
+        forward.halve(self._halving)
         forward.capture(BATCH_SIZES, TOKEN_SIZES)
         return forward
 
@@ -79,9 +82,9 @@ class StandInBackend:
         return 0
 
 
-def make_engine(folder: Path, module: ModuleType | None, **settings: Any) -> Engine:
+def make_engine(folder: Path, module: ModuleType | None, halving: Halving = WHOLE, **settings: Any) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.build.make_backend", lambda *_: StandInBackend(module))
+        patch.setattr("engine.build.make_backend", lambda *_: StandInBackend(module, halving))
         return tiny_engine(folder, **({"max_num_batched_tokens": LIMITS.max_num_batched_tokens} | settings))
 
 

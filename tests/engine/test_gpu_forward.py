@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from engine.batch import ForwardBatch, StepPlan
+from engine.halves import Halving
 from engine.loop import Engine
 from tests.engine import gpu_stand_in as stand_in
 from tests.engine.engines import Outputs, finish, request
@@ -62,6 +63,35 @@ def test_storm(name: str, seed: int, gpu_forward: ModuleType, tmp_path: Path) ->
     assert engine.scheduler.num_preemptions > 0
     assert kinds == {"decode", "mixed", "prompts", "large"}
     assert stand_in.STREAM.num_graphs - before > engine.stats().steps, "graphs in pieces were launched"
+
+
+@pytest.mark.parametrize(("name", "seed"), [("llama", 2), ("mistral", 3), ("command_r", 4)])
+def test_storm_in_halves(name: str, seed: int, gpu_forward: ModuleType, tmp_path: Path) -> None:
+    """Large steps and graphs of decoding, with a second stream that is as late as may be."""
+    folder = model_folder(tmp_path, name)
+    settings = {"num_gpu_blocks_override": 18, "max_model_len": 60}
+    engine = make_engine(folder, gpu_forward, Halving(min_tokens=2, min_decodes=2), **settings)
+    halved = note_halves(engine.runner.forward)
+    assert storm(engine, seed) == storm(make_engine(folder, None, **settings), seed)
+    assert halved >= {2, 4}, "graphs"
+    assert max(halved) > TOKEN_SIZES[-1]
+    assert stand_in.STREAM.num_graphs > 0
+
+
+def note_halves(forward: Any) -> set[int]:
+    """Tokens of the steps in halves that it has made since."""
+    sizes: set[int] = set()
+    make_batch = forward.batch
+
+    def noted(plan: StepPlan) -> ForwardBatch:
+        batch: ForwardBatch = make_batch(plan)
+        if batch.halves is not None:
+            sizes.add(batch.num_tokens)
+            assert sum(half.num_tokens for half in batch.halves) == batch.num_tokens
+        return batch
+
+    forward.batch = noted
+    return sizes
 
 
 def note_kinds(forward: Any) -> set[str]:

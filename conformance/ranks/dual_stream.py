@@ -1,0 +1,280 @@
+"""`mpirun -n N python -m conformance.ranks.dual_stream [--model-shape NAME] [--prefills 512,2048] [--decodes 512]`
+
+What dual streams hide of the wire, in one table and one picture: a step plain, in halves whose sums go under the other
+half's compute, the same with int8 on the wire, and without a wire (each rank takes its own part for the sum, so its
+numbers are wrong and its time is that of computing alone). Beside it what ref.dual_stream foretells from the plain step
+and those without a wire. --predict needs no ranks: times from data sheets (ref.roofline), of GPUs on PCIe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.backends.backend import Backend, Place
+from engine.batch import StepPlan
+from engine.bench.arguments import positive, positive_list, report_file
+from engine.bench.model_shapes import QUANTS, SHAPES
+from engine.build import make_backend
+from engine.checkpoint.loader import load_model_config
+from engine.checkpoint.source import resolve
+from engine.comm.communicator import Communicator, OneRank
+from engine.comm.ranks import Ranks, join_ranks
+from engine.config import EngineConfig, ParallelConfig
+from engine.errors import ConfigError, GlintError
+from engine.forward import Forward
+from engine.halves import Halving
+from engine.models.registry import ARCHITECTURES
+from engine.rope_table import RopeTable
+from engine.split import rank_config, rank_weights
+from ref.dual_stream import dual, total_time
+from ref.roofline import H200, LLAMA_3_1_70B, RTX_4090, Hardware, pcie_bandwidth, prefill_work
+from ref.svg import COLORS, Panel, document, dot, frame, line, text
+
+Array = Any
+
+CONTEXT, BLOCK_SIZE, REPEATS = 256, 16, 5  # tokens before those that decode; of a step, of which the first counts not
+INT8_BYTES = 34 / 64  # on the wire, of those of 16 bits: 32 numbers and a scale
+SHARE_OF_PEAK = 0.7  # that products of large matrices reach, of a GPU's data sheet
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Milliseconds of a step of the slowest rank; halves: of the step in two."""
+
+    kind: str  # prefill or decode
+    num_tokens: int
+    num_pieces: int
+    plain: float
+    dual: float
+    int8: float
+    dual_int8: float
+    no_wire: float
+    no_wire_halves: float
+
+    def hidden(self, in_halves: float) -> float:
+        """1 − (T_dual − T_nowire) / (T_plain − T_nowire); 0 where there is no wire to hide."""
+        visible = self.plain - self.no_wire
+        return 1 - (in_halves - self.no_wire) / visible if visible > 0 else 0.0
+
+    @property
+    def foretold(self) -> float:
+        """The time in halves as ref.dual_stream has it, of equal pieces."""
+        n = self.num_pieces
+        wire = max(self.plain - self.no_wire, 0.0) / n
+        overhead = max(self.no_wire_halves - self.no_wire, 0.0) / (2 * n)
+        return total_time(dual([self.no_wire / n] * n, [wire] * n, overhead=overhead))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m conformance.ranks.dual_stream", description=__doc__)
+    parser.add_argument("--model", default="starter")
+    parser.add_argument("--model-shape", choices=SHAPES, help="in place of a model: its shapes with random weights")
+    parser.add_argument("--quant", choices=QUANTS, default="", help="with --model-shape: quantized weights")
+    parser.add_argument("--layers", type=positive, default=8, help="with --model-shape: of which a step is made (8)")
+    parser.add_argument("--prefills", type=positive_list, default=(512, 2048), help="prompt lengths")
+    parser.add_argument("--decodes", type=positive_list, default=(512,), help="numbers of sequences")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--json", type=report_file, help="file to write the report to")
+    parser.add_argument("--svg", type=report_file, help="file to draw the picture to")
+    parser.add_argument("--predict", action="store_true", help="no ranks: what data sheets foretell")
+    args = parser.parse_args(arguments)
+    if args.predict:
+        _say("PREDICTED from data sheets, Llama-3.1-70B, TP2:", table(predictions(args.prefills), 80))
+        return 0
+    try:
+        ranks = join_ranks(os.environ)
+        with ranks.guard(), tempfile.TemporaryDirectory() as folder:
+            steps = measure(_config(args, folder), ranks, args.prefills, args.decodes)
+    except GlintError as error:
+        sys.stderr.write(f"conformance.ranks.dual_stream: {error}\n")
+        return 1
+    if ranks.rank == 0:
+        num_layers = max(steps[0].num_pieces // 2, 1)
+        _say(f"{args.model_shape or args.model}, TP {ranks.size}, {num_layers} layers:", table(steps, num_layers))
+        if args.json:
+            Path(args.json).write_text(json.dumps([asdict(step) for step in steps], indent=1) + "\n", encoding="utf-8")
+        if args.svg:
+            Path(args.svg).write_text(picture(steps, num_layers), encoding="utf-8")
+    return 0
+
+
+def _say(*lines: str) -> None:
+    sys.stdout.write("\n".join([*lines, ""]))
+
+
+def measure(config: EngineConfig, ranks: Ranks, prefills: Sequence[int], decodes: Sequence[int]) -> list[Times]:
+    """Of every step, on all ranks together.
+
+    Raises:
+        ConfigError: there is one rank, or the model cannot be split so.
+    """
+    if ranks.size == 1:
+        raise ConfigError("there is one rank, and so no wire; start it with mpirun -n 2 or more")
+    forwards, num_pieces, wait = _forwards(config, ranks)
+    steps = []
+    plans = [("prefill", n, prompt_plan(n)) for n in prefills] + [("decode", n, decode_plan(n)) for n in decodes]
+    for kind, num_tokens, plan in plans:
+        found = {}
+        for name, forward in forwards.items():
+            for halves in (False, True):
+                multiple = 128 if num_tokens >= 256 else 1
+                forward.halve(Halving(2, 2, multiple) if halves else Halving())
+                found[name, halves] = _time(forward, plan, ranks, wait)
+        wires = ("auto", "int8", "none")
+        whole, in_two = ([found[name, halves] for name in wires] for halves in (False, True))
+        times = whole[0], in_two[0], whole[1], in_two[1], whole[2], in_two[2]
+        steps.append(Times(kind, num_tokens, num_pieces, *times))
+    return steps
+
+
+def _forwards(config: EngineConfig, ranks: Ranks) -> tuple[dict[str, Forward], int, Callable[[Array], None]]:
+    """The forward pass over each wire; pieces of the model; and what waits until hidden states are there."""
+    source = resolve(config.model)
+    whole = load_model_config(source)
+    parallel = ParallelConfig(ranks.rank, ranks.size)
+    part = rank_config(whole, parallel)
+    backend: Backend = make_backend(config, part, Place(ranks.host_rank, len(ranks.host_ranks)))
+    wires: dict[str, Communicator] = {
+        name: backend.make_comm(ranks.world, parallel, whole, replace(config, allreduce=name))
+        for name in ("int8", "auto")
+    }
+    wires["none"] = OneRank(backend.ops)
+    architecture = ARCHITECTURES[whole.architecture]
+    weights = backend.load(source, rank_weights(architecture.weight_map(whole), whole, parallel), config, False)
+    model = architecture.build(part, weights, backend.ops)
+    limits, num_positions = config.step_limits(backend.limits), config.max_model_len or 0
+    memory = backend.plan_memory(config, limits, model, weights, num_positions)
+    cache = backend.make_cache(model, memory)
+    rope = RopeTable(part.rope, part.rotary_dim, num_positions)
+    forwards = {name: backend.make_forward(limits, model, wires[name], cache, rope, num_positions) for name in wires}
+
+    def wait(hidden: Array) -> None:
+        backend.ops.sampling.start_copy(hidden[:1])()
+
+    return forwards, len(model.pieces), wait
+
+
+def _time(forward: Forward, plan: StepPlan, ranks: Ranks, wait: Callable[[Array], None]) -> float:
+    times = []
+    for _ in range(REPEATS):
+        ranks.gather(None, "a step")
+        started = time.perf_counter()
+        wait(forward(forward.batch(plan)))
+        times.append((time.perf_counter() - started) * 1e3)
+    return max(ranks.gather(statistics.median(times[1:]), "times"))
+
+
+def prompt_plan(num_tokens: int) -> StepPlan:
+    """One prompt in the first blocks."""
+    return _plan([num_tokens], [0], np.arange(-(-num_tokens // BLOCK_SIZE), dtype=np.int32)[None], 0)
+
+
+def decode_plan(num_seqs: int) -> StepPlan:
+    """Sequences that share CONTEXT tokens, and have a block each for the next one."""
+    shared = CONTEXT // BLOCK_SIZE
+    table = np.tile(np.arange(shared + 1, dtype=np.int32), (num_seqs, 1))
+    table[:, shared] = shared + np.arange(num_seqs)
+    return _plan([1] * num_seqs, [CONTEXT] * num_seqs, table, num_seqs)
+
+
+def _plan(counts: Sequence[int], starts: Sequence[int], table: Array, num_decodes: int) -> StepPlan:
+    num_seqs = len(counts)
+    zeros, ones = np.zeros(num_seqs, np.int32), np.ones(num_seqs, np.int32)
+    return StepPlan(
+        step=0,
+        slots=np.arange(num_seqs, dtype=np.int32),
+        starts=np.array(starts, np.int32),
+        cu_seqlens_q=np.cumsum([0, *counts], dtype=np.int32),
+        token_ids=np.arange(sum(counts), dtype=np.int32) % 61 + 3,
+        block_table=table,
+        num_logits=ones,
+        samples=ones.astype(np.bool_),
+        rope_lens=zeros,
+        two_way_lens=zeros,
+        num_decodes=num_decodes,
+    )
+
+
+def _config(args: argparse.Namespace, folder: str) -> EngineConfig:
+    model, load = args.model, "auto"
+    if args.model_shape:
+        shape = SHAPES[args.model_shape] | {"num_hidden_layers": args.layers}
+        shape |= {"quantization_config": QUANTS[args.quant]} if args.quant else {}
+        Path(folder, "config.json").write_text(json.dumps(shape), encoding="utf-8")
+        model, load = folder, "dummy"
+    longest, most = max((*args.prefills, CONTEXT + 1)), max(args.decodes, default=1)
+    return EngineConfig(
+        model=model,
+        device=args.device,
+        load_format=load,  # type: ignore[arg-type]
+        max_model_len=longest + BLOCK_SIZE,
+        max_num_seqs=most,
+        max_num_batched_tokens=max(longest, most),
+        num_gpu_blocks_override=longest // BLOCK_SIZE + most + 2,
+        dual_stream="off",
+    )
+
+
+def predictions(prefills: Sequence[int]) -> list[Times]:
+    """Of two GPUs: products at SHARE_OF_PEAK of the data sheet, each rank's part sent whole to the other."""
+    config, steps = LLAMA_3_1_70B, []
+    for name, gpu in (("H200, PCIe 5", replace(H200, link=pcie_bandwidth(5))), ("RTX 4090", RTX_4090)):
+        steps += [_predicted(name, gpu, n, prefill_work(config, n)[0], config.hidden_size) for n in prefills]
+    return steps
+
+
+def _predicted(name: str, gpu: Hardware, num_tokens: int, flops: float, hidden_size: int) -> Times:
+    num_pieces = 2 * LLAMA_3_1_70B.n_layers
+    compute = flops / 2 / (SHARE_OF_PEAK * gpu.flops) * 1e3
+    wire = num_pieces * num_tokens * hidden_size * 2 / gpu.link * 1e3
+    pieces = [compute / num_pieces] * num_pieces
+    in_two = [total_time(dual(pieces, [ms / num_pieces] * num_pieces)) for ms in (wire, wire * INT8_BYTES)]
+    times = compute + wire, in_two[0], compute + wire * INT8_BYTES, in_two[1], compute, compute
+    return Times(name, num_tokens, num_pieces, *times)
+
+
+def table(steps: Sequence[Times], num_layers: int) -> str:
+    """Milliseconds a layer, and what is hidden of the wire; foretold: of dual, by ref.dual_stream."""
+    head = f"{'ms a layer':<22} {'plain':>8} {'dual':>8} {'foretold':>8} {'int8':>8} {'both':>8} {'no wire':>8} "
+    lines = [head + f"{'halves':>8} {'hidden':>7} {'both':>7}"]
+    for step in steps:
+        times = step.plain, step.dual, step.foretold, step.int8, step.dual_int8, step.no_wire, step.no_wire_halves
+        numbers = " ".join(f"{ms / num_layers:>8.3f}" for ms in times)
+        shares = f"{step.hidden(step.dual):>7.1%} {step.hidden(step.dual_int8):>7.1%}"
+        lines.append(f"{f'{step.kind} {step.num_tokens}':<22} {numbers} {shares}")
+    return "\n".join(lines)
+
+
+def picture(steps: Sequence[Times], num_layers: int) -> str:
+    """A panel a step: a line as long as the time; dashed: what computing takes alone."""
+    shapes = []
+    for place, step in enumerate(steps):
+        times = {"plain": step.plain, "dual streams": step.dual, "+ int8": step.dual_int8, "no wire": step.no_wire}
+        longest = max(times.values()) / num_layers * 1.1
+        panel = Panel(110, 40 + 190 * place, 420, 110, (0, longest), (len(times), 0))
+        ticks = [round(longest * share, 3) for share in (0, 0.25, 0.5, 0.75, 1)]
+        shapes += frame(panel, f"{step.kind}, {step.num_tokens} tokens", "ms a layer", "", ticks, ())
+        for row, (name, ms) in enumerate(times.items()):
+            y = panel.y(row + 0.5)
+            shapes.append(text(100, y + 4, name, "end"))
+            shapes.append(line(panel.left, y, panel.x(ms / num_layers), y, COLORS[row]))
+            shapes.append(dot(panel, ms / num_layers, row + 0.5, COLORS[row]))
+        alone = panel.x(step.no_wire / num_layers)
+        shapes.append(line(alone, panel.top, alone, panel.top + panel.height, COLORS[4], dashed=True))
+    return document(570, 20 + 190 * len(steps), shapes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

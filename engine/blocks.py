@@ -130,6 +130,16 @@ class BlockManager:
             parent = seq.prefix[-1] if seq.prefix else self._root(seq)
             seq.prefix.append(self._register(seq.block_ids[position], parent, self._key(seq, position)))
 
+    @property
+    def mark(self) -> int:
+        """For forget_since: blocks that are registered from now on."""
+        return self._next_serial
+
+    def forget_since(self, mark: int) -> None:
+        """Nobody finds the blocks that were registered since: a step that should have written their KV has failed."""
+        for block in [block for block, cached in self._cached.items() if cached.node.serial >= mark]:
+            self._unregister(block)
+
     # ---- release
 
     def free(self, seq: Sequence, discard: bool = False) -> None:

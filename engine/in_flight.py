@@ -20,16 +20,17 @@ class InFlight:
     seqs: list[Sequence]  # of its rows
     started: StartedStep
     positions: list[int]  # of the tokens to come, in their sequences, by rows that sample
+    mark: int  # of BlockManager: what is registered from then on may hold KV that this step is still to write
 
     @classmethod
-    def of(cls, plan: StepPlan, seqs: list[Sequence], started: StartedStep) -> InFlight:
+    def of(cls, plan: StepPlan, seqs: list[Sequence], started: StartedStep, mark: int) -> InFlight:
         """Makes the places for the tokens to come."""
         positions = []
         for seq, samples in zip(seqs, plan.samples.tolist(), strict=True):
             if samples:
                 positions.append(len(seq.token_ids))
                 seq.token_ids.append(unknown_id(seq.slot))
-        return cls(plan, seqs, started, positions)
+        return cls(plan, seqs, started, positions, mark)
 
 
 def forget_unknown(seqs: Iterable[Sequence]) -> None:

@@ -172,7 +172,7 @@ class Engine:
         except Exception as error:
             events = self._collect()
             return events + self._on_failed_step([seq for seq in seqs if seq.state is SequenceState.RUNNING], error)
-        self._in_flight.append(InFlight.of(plan, seqs, started))
+        self._in_flight.append(InFlight.of(plan, seqs, started, self.scheduler.blocks.mark))
         if self._num_stages > 1:  # its tokens are known
             self.scheduler.launched(plan)
             self.scheduler.commit(plan, seqs)
@@ -191,6 +191,7 @@ class Engine:
             result = self.runner.finish(flight.started)
         except Exception as error:  # steps behind it read what it should have written
             self._in_flight.clear()
+            self.scheduler.blocks.forget_since(flight.mark)
             forget_unknown(self._sequences())
             return self._on_failed_step(list(self.scheduler.running), error)
         self._failed_in_a_row = 0

@@ -24,6 +24,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 
 VOCAB = 50
+LOST = -1  # in memory, in place of what should have been written
 
 
 def next_token(token_ids: Ids[int], seed: int, choice: int, vocab_size: int) -> int:
@@ -94,6 +95,7 @@ class FakeRunner:
         self.plans: list[StepPlan] = []
         self.num_unknown = 0  # tokens that a step was launched with before anybody knew them
         self.fail_next = False  # the next step writes half of its KV, then raises
+        self.lose_next = False  # the next step that lands has written nothing, as those behind it, and raises
         self.spoil_next = False  # the first sampling row of the next step is bad
         self._block_size = block_size
         self._budget = budget
@@ -101,6 +103,7 @@ class FakeRunner:
         self._memory = np.zeros(num_blocks * block_size, np.int64)  # key of what was written to each slot of the pool
         self._on_host: dict[int, NDArray[np.int64]] = {}  # what was copied to each place
         self._scores: dict[int, PromptScores] = {}
+        self._in_flight: dict[int, int] = {}  # number of the plan of a result that is not told yet, by the result's id
 
     def score_prompt(self, slot: int, scores: PromptScores) -> None:
         self._scores[slot] = scores
@@ -115,9 +118,20 @@ class FakeRunner:
         for i in np.flatnonzero(token_ids < 0).tolist():
             token_ids[i] = self.sampler.slots[-1 - int(token_ids[i])].token_ids[-1]
         self.num_unknown += int((plan.token_ids < 0).sum())
-        return self.step(replace(plan, token_ids=token_ids))
+        num_before = len(self.plans)
+        result = self.step(replace(plan, token_ids=token_ids))
+        self._in_flight[id(result)] = num_before
+        return result
 
     def finish(self, started: StepResult) -> StepResult:
+        first = self._in_flight.pop(id(started))
+        if self.lose_next:
+            self.lose_next = False
+            self._in_flight.clear()
+            for plan in self.plans[first:]:
+                for row, (start, count) in enumerate(zip(plan.starts, np.diff(plan.cu_seqlens_q), strict=True)):
+                    self._memory[self._places(plan, row, start + count)[start:]] = LOST
+            raise MemoryError("a step that was launched, on purpose")
         return started
 
     def step(self, plan: StepPlan, logits_hook: LogitsHook | None = None) -> StepResult:

@@ -109,6 +109,32 @@ def test_a_step_that_cannot_be_launched_hurts_only_the_one_at_fault() -> None:
     assert engine.stats().failed_steps == 1
 
 
+@pytest.mark.parametrize("num_steps", range(1, 9))
+@pytest.mark.parametrize("goes", ["", "a", "b"])
+def test_what_a_lost_step_should_have_written_is_found_by_nobody(num_steps: int, goes: str) -> None:
+    """A step that fails after it was launched: its blocks, and those of the step behind it, were registered already.
+
+    Also those of a request that is aborted meanwhile, which another with the same prompt would take.
+    """
+    engine, runner = fake_engine(num_blocks=60, block_size=2, max_num_batched_tokens=8, overlap=True)
+    asked = {name: fake_request(name, 9, max_tokens=8, first=ord(name)) for name in ("a", "b")}
+    for one in asked.values():
+        engine.add(one)
+    events = [event for _ in range(num_steps) for event in engine.step()]
+    if goes:
+        engine.abort(goes)
+    runner.lose_next = True
+    asked["again"] = fake_request("again", 9, max_tokens=8, first=ord(goes or "a"))
+    engine.add(asked["again"])
+    events += list(drain(engine))
+    assert not runner.lose_next
+    assert engine.stats().failed_steps == 1, "nobody reads what was not written"
+    assert_idle(engine)
+    for (name, _), (ids, reason) in outputs(events).items():
+        if name != goes and reason != "error":  # one that ran alone
+            assert ids == expected_output(asked[name])
+
+
 def test_a_bad_row_ends_its_request_one_step_late() -> None:
     engine, runner = fake_engine(num_blocks=40, overlap=True)
     for name in ("a", "b"):

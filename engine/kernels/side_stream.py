@@ -11,6 +11,7 @@ import cupy
 Array = Any
 T = TypeVar("T")
 
+PRIORITY = -1  # before the default, 0: a sum's few blocks are not kept waiting by the thousands of a product
 NUM_EVENTS = 8  # of which those of two works are in use at a time: each half has one
 
 
@@ -22,7 +23,7 @@ class SideStream:
     """
 
     def __init__(self) -> None:
-        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._stream = cupy.cuda.Stream(non_blocking=True, priority=PRIORITY)
         self._events = [cupy.cuda.Event(disable_timing=True) for _ in range(NUM_EVENTS)]
         self._turn = 0
 

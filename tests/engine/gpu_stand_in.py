@@ -35,7 +35,7 @@ class Stream:
 
     ptr = 0
 
-    def __init__(self, non_blocking: bool = True) -> None:
+    def __init__(self, non_blocking: bool = True, priority: int = 0) -> None:
         self._queue: deque[Work] = deque()
         self._captured: list[Work] | None = None
         self.num_graphs = 0  # launched
@@ -285,7 +285,7 @@ def gpu_forward(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     cupy.__dict__.update(cuda=cuda, asarray=asarray, empty=empty, zeros=zeros, ElementwiseKernel=ElementwiseKernel)
     cupy.__dict__["ndarray"] = lambda shape, dtype, memptr, strides: at(memptr, shape, dtype, strides).view(Array)
     gpu = ModuleType("engine.kernels.gpu")
-    gpu.__dict__.update(Gpu=Gpu, copy_rows=copy_rows)
+    gpu.__dict__.update(Gpu=Gpu, copy_rows=copy_rows, check=lambda result, name: result[1])
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "engine.kernels.gpu", gpu)
     for name in MODULES:

@@ -19,6 +19,7 @@ from engine.build import BuiltEngine, build_engine
 from engine.config import EngineConfig, StepLimits
 from engine.errors import ConfigError
 from engine.gpu_memory import DRIVER_PIECE
+from engine.halves import NEVER, Halving
 from engine.memory_plan import ALWAYS, Buffer
 from tests.engine import gpu_stand_in as stand_in
 from tests.engine.engines import SMALL, Outputs, finish, request
@@ -98,7 +99,7 @@ def card(gpu_forward: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
     properties = {"name": b"Card", "totalGlobalMem": TOTAL}
     cupy.cuda.runtime.getDeviceProperties = lambda number: properties
     stream = SimpleNamespace(use=lambda: None, synchronize=stand_in.STREAM.synchronize)
-    cupy.cuda.Stream = lambda non_blocking: stream
+    cupy.cuda.Stream = lambda non_blocking, priority=0: stand_in.Stream() if priority else stream
     sys.modules["engine.kernels.gpu"].Gpu = Gpu  # type: ignore[attr-defined]
     for name in ("engine.kernels.pools", "engine.kernels.store", "engine.backends.cuda"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -153,6 +154,41 @@ def test_from_start_to_ready(card: Card, tmp_path: Path, caplog: pytest.LogCaptu
     for engine in (built.engine, eager):
         for number, length in enumerate((3, 17, 40)):
             engine.add(request(str(number), range(4, 4 + length), max_tokens=9))
+    assert finish(built.engine, Outputs()) == finish(eager, Outputs())
+
+
+@pytest.mark.parametrize(
+    ("asked", "other", "halving"),
+    [
+        ("auto", 1.0, Halving(28, NEVER)),
+        ("auto", 2.0, Halving(NEVER, NEVER)),  # the other rank is slower in halves, and all go by the slowest
+        ("on", 1.0, Halving(2, 2)),
+        ("off", 1.0, Halving()),
+    ],
+)
+def test_ranks_halve_what_they_find_quicker_so(
+    asked: str, other: float, halving: Halving, card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prompts, the first size tried that pays; answers are those of an eager engine."""
+    module: Any = sys.modules["engine.backends.cuda"]
+    times = {(16, 0): 1.0, (16, 8): 1.1, (28, 0): 2.0, (28, 14): 1.9, (30, 0): 2.1, (30, 15): 2.0}
+    world = SimpleNamespace(allgather=lambda mine: [mine, [mine[0], other * mine[1]]])
+
+    def make_comm(backend: Any, *_: object) -> Any:
+        backend._world = world
+        return backend._comm
+
+    monkeypatch.setattr(module, "TRIED", (16, 28, 30, 64))  # of which no step has room for the last
+    monkeypatch.setattr(module, "HALVES", Halving(2, 2))
+    monkeypatch.setattr(module.CudaBackend, "_time", lambda backend, forward, *size: times[size])
+    monkeypatch.setattr(module.CudaBackend, "make_comm", make_comm)
+    folder = model_folder(tmp_path, "llama")
+    built = build(folder, max_model_len=60, num_gpu_blocks_override=18, dual_stream=asked)
+    assert built.engine.runner.forward._halving == halving
+    eager = make_engine(folder, None, max_model_len=60, num_gpu_blocks_override=18)
+    for engine in (built.engine, eager):
+        for number, length in enumerate((31, 3)):
+            engine.add(request(str(number), range(4, 4 + length), max_tokens=5))
     assert finish(built.engine, Outputs()) == finish(eager, Outputs())
 
 

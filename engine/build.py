@@ -177,6 +177,7 @@ def _find_alone(config: EngineConfig, ranks: Ranks) -> _Found:
     model_config = load_model_config(source)
     logger.info("%s: %s", source.name, summary(model_config))
     _check_kv_cache_dtype(config, model_config)
+    swap_bytes(config, ranks.size)
     max_model_len = _max_model_len(config, model_config)
     tp, pp, why = choose_split(config, model_config, ranks.size, ranks.least_per_host)
     parallel = ParallelConfig(ranks.rank, tp, pp)
@@ -190,7 +191,13 @@ def _find_alone(config: EngineConfig, ranks: Ranks) -> _Found:
 
 def _load(config: EngineConfig, ranks: Ranks, found: _Found, progress: bool) -> _Part:
     backend, whole, parallel = found.backend, found.model_config, found.parallel
-    comm = backend.make_comm(ranks.world, parallel, whole, config)
+    comm, problems = None, []
+    try:
+        comm = backend.make_comm(ranks.world, parallel, whole, config)
+    except ConfigError as error:
+        problems.append(str(error))
+    ranks.agree(problems, "joining the ranks")
+    assert comm is not None, "or there was a problem"
     if ranks.watch is not None:
         comm = Numbered(comm, ranks.watch.mine)
     architecture = ARCHITECTURES[whole.architecture]

@@ -230,6 +230,23 @@ def test_a_wrong_flag_is_said_once(model: Path) -> None:
     assert sum("did you mean --port" in line for line in server.lines) == 1
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--allreduce", "nccl"), "--allreduce nccl: is for GPUs"),
+        (("--swap-space-gb", "0.1"), "a model on several ranks computes preempted requests again"),
+    ],
+)
+def test_flags_that_are_not_for_these_ranks_are_refused_before_weights_are_read(
+    model: Path, flags: tuple[str, ...], says: str
+) -> None:
+    server = start(model, *flags, num_ranks=2)
+    assert server.wait(30) == 1
+    (line,) = server.errors
+    assert says in line
+    assert "memory:" not in "".join(server.lines)
+
+
 def test_dst_10_a_rank_that_never_comes(model: Path) -> None:
     """The others wait for a while, not for ever; the limit of this test is 5 s. MPICH's memory has a name so long."""
     before = set(Path("/dev/shm").glob("mpich_*"))

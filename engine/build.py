@@ -108,6 +108,10 @@ def build_engine(
         Followed: this rank has followed rank 0 to the end. It ends the process where it is not caught.
     """
     ranks = join_ranks(os.environ) if ranks is None else ranks
+    if ranks.watch is not None and ranks.watch.is_followed:
+        raise ConfigError(
+            "the other ranks follow the engine that there is already: with several ranks there is but one"
+        )
     found = _find(config, ranks, problems)
     with ranks.guard():
         return _build(config, ranks, found, faults, progress)
@@ -121,6 +125,8 @@ def _build(config: EngineConfig, ranks: Ranks, found: _Found, faults: Faults | N
         assert ranks.watch is not None, "there are ranks"
         follow(channel, part.model, part.forward, part.comm, found.backend.settle, ranks.watch.mine)
         raise Followed(0)
+    if ranks.watch is not None:
+        ranks.watch.is_followed = channel is not None
     engine = _assemble(config, found, part, channel, faults)
     source = found.source
     own_names = (source.name, "starter") if config.model == "starter" else (source.name,)
@@ -135,7 +141,12 @@ def _build(config: EngineConfig, ranks: Ranks, found: _Found, faults: Faults | N
         max_logprobs=config.max_logprobs,
         default_sampling=found.model_config.default_sampling,
     )
-    close = (lambda: None) if channel is None else channel.stop
+
+    def close() -> None:
+        if channel is not None and ranks.watch is not None:
+            channel.stop()
+            ranks.watch.is_followed = False
+
     if channel is not None:
         atexit.register(close)
     return BuiltEngine(engine, info, source, part.memory, found.backend.description, close)

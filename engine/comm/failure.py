@@ -53,6 +53,7 @@ class Watch:
         """
         self.mine = records[host_ranks.index(rank)]
         self.tell: Callable[[str], None] = lambda reason: None  # who else must know, before the end
+        self.is_followed = False  # this is rank 0, and the others wait for the plans of its engine
         self._rank, self._abort = rank, abort
         self._peers = {number: record for number, record in zip(host_ranks, records, strict=True) if number != rank}
         self._files = {number: os.pidfd_open(record.pid) for number, record in self._peers.items()}

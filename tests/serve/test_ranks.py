@@ -344,6 +344,8 @@ from engine.llm import LLM, SamplingParams
 print("begins")
 llm = LLM(model=sys.argv[1], device="cpu", num_threads=1)
 print(llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0].token_ids)
+if sys.argv[2:] == ["again"]:
+    LLM(model=sys.argv[1])
 if sys.argv[2:]:
     raise ValueError("of the script")
 """
@@ -360,3 +362,7 @@ def test_a_script_runs_to_its_end_on_rank_0_alone(model: Path) -> None:
     ended = subprocess.run(failing, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert ended.returncode != 0
     assert "ValueError: of the script" in ended.stderr
+    again = [MPIRUN, "-n", "2", *command, "again"]
+    ended = subprocess.run(again, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert ended.returncode != 0
+    assert "the other ranks follow the engine that there is already" in ended.stderr

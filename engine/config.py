@@ -239,7 +239,8 @@ class EngineConfig:
         found: list[tuple[str, str]] = []
         for name, low, high in _INT_RANGES:
             found += _int_problem(name, getattr(self, name), low, high)
-        for name in ("device", "cuda_arch", "dtype", "kv_cache_dtype", "w4a8", "load_format", "allreduce", "dual_stream"):
+        named = "device", "cuda_arch", "dtype", "kv_cache_dtype", "w4a8", "load_format", "allreduce", "dual_stream"
+        for name in named:
             choices = get_args(get_type_hints(EngineConfig)[name])
             if getattr(self, name) not in choices:
                 found.append((name, f"is {getattr(self, name)!r}; it must be one of {', '.join(choices)}"))

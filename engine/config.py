@@ -216,11 +216,11 @@ class EngineConfig:
     shutdown_grace_s: float = 5.0
     tensor_parallel_size: int | None = None  # ranks that share each layer; None: chosen for the ranks there are
     pipeline_parallel_size: int | None = None  # stages, each with a run of layers; None: as above
-    # what ranks send to add up (bfloat16, float32: of a CPU), or the way that it goes (of GPUs)
     check_ranks: bool = False  # compare what ranks compute after every step
+    # what ranks send to add up (bfloat16, float32: of a CPU), or the way that it goes (of GPUs)
     allreduce: Literal["auto", "float32", "bfloat16", "int8", "int8-plain", "window", "peer", "nccl"] = "auto"
     # large steps in two halves, sums of one under the compute of the other; auto: from the size on where it is quicker
-    dual_stream: Literal["auto", "on", "off"] = "auto"
+    dual_stream: Literal["auto", "on", "off"] = "off"
 
     def step_limits(self, defaults: StepLimits) -> StepLimits:
         """What is asked for, or else the defaults of the machine, each within the other where only one is given."""

@@ -146,7 +146,7 @@ OPTIONS = (
         "allreduce",
         text,
         "what ranks send each other when they add up: auto is exact; int8 and int8-plain where it is quicker; of CPUs "
-        "float32 or bfloat16; of GPUs one way of those that are measured at start: window of the host, peer memory, NCCL",
+        "float32 or bfloat16; of GPUs one of the ways that are measured at start: the host's window, peer memory, NCCL",
         metavar="auto|float32|bfloat16|int8|int8-plain|window|peer|nccl",
     ),
     Option(

@@ -111,7 +111,8 @@ def _run(found: Sequence[Row], args: argparse.Namespace, cupy: Any, timer: Graph
         "state": clocks(),
     }
     print("\n".join(header(about, rates)), flush=True)
-    figures = []
+    figures: list[Figure] = []
+    hashes = {stem: kernel_hash(stem) for stem in sorted({kernel.stem for kernel in kernels})}
     on_h200 = "H200" in about["gpu"]
     for row in found:
         cupy.get_default_memory_pool().free_all_blocks()
@@ -119,11 +120,10 @@ def _run(found: Sequence[Row], args: argparse.Namespace, cupy: Any, timer: Graph
         print(line(figures[-1]), flush=True)
         if figures[-1].verdict == WRONG:
             print(f"    {figures[-1].problem}")
+        if args.json is not None:  # a run that is cut off keeps its rows
+            text = json.dumps(report(about, rates, figures, hashes), indent=1, ensure_ascii=False)
+            args.json.write_text(text + "\n", encoding="utf-8")
     print(summary(figures))
-    if args.json is not None:
-        hashes = {stem: kernel_hash(stem) for stem in sorted({kernel.stem for kernel in kernels})}
-        text = json.dumps(report(about, rates, figures, hashes), indent=1, ensure_ascii=False)
-        args.json.write_text(text + "\n", encoding="utf-8")
     return status(figures)
 
 

@@ -18,7 +18,7 @@ FAULTS = [  # file of engine.models, golden model, what is written there, what i
     ("qwen1", "qwen1", '"w2", "w1"', '"w1", "w2"'),
     ("qwen1", "qwen1_long", "if config.logn_length:", "if False:"),
     ("qwen1", "qwen1_long", "batch.positions, config", "batch.positions + 1, config"),
-    ("cpm1", "cpm1", "batch.positions, *tables", "batch.positions * 0, *tables"),
+    ("cpm1", "cpm1", "batch.positions, table", "batch.positions * 0, table"),
     ("cpm1", "cpm1", 'weights.arrays[f"{dest}.bias"])', "None)"),
     ("cpm1", "cpm1", "config.hidden_act", '"relu"'),
     ("cpm1", "cpm1", "ops.kv_cache_write(k, v,", "ops.kv_cache_write(v, k,"),

@@ -20,6 +20,8 @@ from ref.quant.groups import GroupedInt, grouped_linear
 
 Array = NDArray[Any]
 
+FILLED_UP = "a CPU decodes weights as the file has them, and so meets none that is filled up for a rank"
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -82,6 +84,7 @@ def _case(name: str, shape: Shape) -> Case:
         disturb=partial(other_tokens, make=lambda rng, count: normal(rng, count, _columns(shape), scale=10.0)),
         storages=HALVES,
         wide=("y",) if shape.op == "logits" else (),
+        skip={"cpu": FILLED_UP} if shape.columns else {},
     )
 
 

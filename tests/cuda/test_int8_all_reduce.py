@@ -69,7 +69,7 @@ def test_a_planted_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     ops = host_machine([]).ops
     assert isinstance(ops, RankedOps)
-    channel = make_group(ops, 4, "window", 4096).channels[0]
+    channel = make_group(ops, 4, "window", 8192).channels[0]
     assert can_send(np.ones((1, 128), np.float16), channel)
     for shape in ((8, 48), (1, 96), (4096, 128)):  # no whole groups, a rank without one, too large
         assert not can_send(np.ones(shape, np.float16), channel)

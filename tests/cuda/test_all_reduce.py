@@ -77,19 +77,25 @@ def finding(few: Sequence[Case], folder: Path) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        pytest.param(mutant, marks=[pytest.mark.slow] if number >= QUICK else [])
-        for number, mutant in enumerate(MUTANTS)
-    ],
-    ids=str,
-)
-def test_a_planted_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
-    copy = copy_of_cuda(tmp_path)
+def copy_with(mutant: Mutant, folder: Path) -> Path:
+    """A copy of cuda/ with one fault in it."""
+    copy = copy_of_cuda(folder)
     file = copy / mutant.file
     file.write_text(planted(file.read_text("utf-8"), mutant.old, mutant.new), "utf-8")
-    assert isolated(finding, few_cases(), copy), "all cases pass"
+    return copy
+
+
+def some_slow(faults: Sequence[Mutant], quick: int) -> list[Any]:
+    """Parameters of a test: the first few for every run, the rest for the slow ones."""
+    return [
+        pytest.param(mutant, marks=[pytest.mark.slow] if number >= quick else [])
+        for number, mutant in enumerate(faults)
+    ]
+
+
+@pytest.mark.parametrize("mutant", some_slow(MUTANTS, QUICK), ids=str)
+def test_a_planted_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
+    assert isolated(finding, few_cases(), copy_with(mutant, tmp_path)), "all cases pass"
 
 
 def test_nothing_is_found_in_a_true_copy(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from engine.kernels import int8_all_reduce as packets
 from engine.kernels.channel import Slots, make_exchange
 from ref.int8_all_reduce import int8_all_reduce
 from tests.cuda.mutants import Mutant, mutants
-from tests.cuda.test_all_reduce import finding
-from tests.cuda.test_mutants import copy_of_cuda, isolated, planted
+from tests.cuda.test_all_reduce import copy_with, finding, some_slow
+from tests.cuda.test_mutants import copy_of_cuda, isolated
 
 FEW = ("numbers-rows-window-of-3", "rotated-few-peer-of-3", "rotated-rows-window-of-3", "add-rotated-large-peer-of-2")
 MUTANTS = (
@@ -73,19 +73,9 @@ def few_cases() -> list[Case]:
     return [case.stored_as("bfloat16") for case in cases_of.cases() if case.name in FEW]
 
 
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        pytest.param(mutant, marks=[pytest.mark.slow] if number >= QUICK else [])
-        for number, mutant in enumerate(MUTANTS)
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("mutant", some_slow(MUTANTS, QUICK), ids=str)
 def test_a_planted_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
-    copy = copy_of_cuda(tmp_path)
-    file = copy / mutant.file
-    file.write_text(planted(file.read_text("utf-8"), mutant.old, mutant.new), "utf-8")
-    assert isolated(finding, few_cases(), copy), "all cases pass"
+    assert isolated(finding, few_cases(), copy_with(mutant, tmp_path)), "all cases pass"
 
 
 def test_nothing_is_found_in_a_true_copy(tmp_path: Path) -> None:

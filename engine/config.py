@@ -13,6 +13,8 @@ from engine.coded_kv import KVKind
 from ref.quant.scheme_config import QuantConfig
 
 CudaArch = Literal["auto", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
+AllReduce = Literal["auto", "float32", "bfloat16", "int8", "int8-plain", "window", "peer", "nccl"]
+DualStream = Literal["auto", "on", "off"]
 CUDA_ARCHES = get_args(CudaArch)
 RopeKind = Literal["none", "default", "linear", "dynamic", "ntk_alpha", "llama3", "yarn", "longrope"]
 
@@ -218,9 +220,9 @@ class EngineConfig:
     pipeline_parallel_size: int | None = None  # stages, each with a run of layers; None: as above
     check_ranks: bool = False  # compare what ranks compute after every step
     # what ranks send to add up (bfloat16, float32: of a CPU), or the way that it goes (of GPUs)
-    allreduce: Literal["auto", "float32", "bfloat16", "int8", "int8-plain", "window", "peer", "nccl"] = "auto"
+    allreduce: AllReduce = "auto"
     # large steps in two halves, sums of one under the compute of the other; auto: from the size on where it is quicker
-    dual_stream: Literal["auto", "on", "off"] = "off"
+    dual_stream: DualStream = "off"
 
     def step_limits(self, defaults: StepLimits) -> StepLimits:
         """What is asked for, or else the defaults of the machine, each within the other where only one is given."""

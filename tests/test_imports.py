@@ -81,7 +81,7 @@ NOT_AT_RUN_TIME = ("torch", "transformers", "jax")
 KERNELS = "engine.kernels"
 GPU = (  # these alone import cupy
     "engine.backends.cuda",
-    *(f"engine.comm.{name}" for name in ("host_window", "join", "links", "nccl", "peer", "planner")),
+    *(f"engine.comm.{name}" for name in ("bench_ways", "host_window", "join", "links", "nccl", "peer", "planner")),
     *(
         f"{KERNELS}.{name}"
         for name in (

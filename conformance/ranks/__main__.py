@@ -1,9 +1,9 @@
-"""`mpirun -n N python -m conformance.ranks [--split TP2|PP2|TP3|TP4|TP2xPP2] [--case WORD] [--halves] [--engine]`
+"""`mpirun -n N python -m conformance.ranks [--split TP2|PP2|TP3|TP4|TP2xPP2] [--case WORD] [--halves] [--engine]
+[--device cuda]`
 
 Every golden over N ranks of this CPU, in each split of so many, against one rank; with --engine those of
-conformance.whole_engine, through scheduler, plans, preemption, sampler and all, against ref. With --halves each step is
-computed in two, as with dual streams. A line a case from rank 0;
-exit status 1 where something is wrong.
+conformance.whole_engine, through scheduler, plans, preemption, sampler and all, against ref, and with --device cuda on a GPU a rank. With --halves each step is computed in two, as with dual
+streams. A line a case from rank 0; exit status 1 where something is wrong.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from conformance.engine_run import HALVED, WHOLE
 from conformance.ranks.engines import over_ranks
 from conformance.ranks.splits import MODELS, SPLITS, split_model
 from conformance.whole_engine import goldens
+from conformance.whole_engine.cases import Device
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--case", default="", help="only models with this in their name")
     parser.add_argument("--engine", action="store_true", help="the whole engine, of which rank 0 has the scheduler")
     parser.add_argument("--halves", action="store_true", help="steps in two halves, as with --dual-stream on")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="with --engine: what ranks compute on")
     args = parser.parse_args(arguments)
+    if args.device == "cuda" and not args.engine:
+        parser.error("--device cuda: is for the whole engine; give --engine too")
     world = MPI.COMM_WORLD
     splits = [name for name, (tp, pp) in SPLITS.items() if tp * pp == world.size and name in (args.split or SPLITS)]
     if not splits:
@@ -38,9 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     threadpool_limits(1, user_api="blas")
     failed = False
-    cases = _engine_cases if args.engine else _model_cases
+    device = Device("cuda", "bfloat16", 600) if args.device == "cuda" else Device("cpu", "float32", 600)
     for split in splits:
-        for name, case in cases(*SPLITS[split], args.halves).items():
+        sizes = *SPLITS[split], args.halves
+        for name, case in (_engine_cases(device, *sizes) if args.engine else _model_cases(*sizes)).items():
             if args.case not in name:
                 continue
             started = time.perf_counter()
@@ -56,8 +61,8 @@ def _model_cases(tp: int, pp: int, halves: bool) -> dict[str, Callable[[], list[
     return {name: partial(split_model, MPI.COMM_WORLD, name, tp, pp, HALVED if halves else WHOLE) for name in MODELS}
 
 
-def _engine_cases(tp: int, pp: int, halves: bool) -> dict[str, Callable[[], list[str]]]:
-    return {name: partial(over_ranks, case, tp, pp, halves) for name, case in goldens.CASES.items()}
+def _engine_cases(device: Device, tp: int, pp: int, halves: bool) -> dict[str, Callable[[], list[str]]]:
+    return {name: partial(over_ranks, case, device, tp, pp, halves) for name, case in goldens.CASES.items()}
 
 
 def run() -> None:

@@ -40,9 +40,11 @@ class RankDevice(Device):
         return built.engine
 
 
-def over_ranks(case: Callable[[Device], list[str]], tp: int, pp: int, halves: bool = False) -> list[str]:
+def over_ranks(
+    case: Callable[[Device], list[str]], machine: Device, tp: int, pp: int, halves: bool = False
+) -> list[str]:
     """What is wrong, as rank 0 says it. The case makes one engine."""
-    device = RankDevice("cpu", "float32", 600, tp, pp, halves)
+    device = RankDevice(machine.name, machine.dtype, machine.length, tp, pp, halves)
     try:
         return case(device)
     except Followed as end:

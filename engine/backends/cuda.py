@@ -99,12 +99,12 @@ class CudaBackend:
     ) -> Communicator:
         if world is None:
             return self._comm
-        self.overlaps = False  # a rank other than 0 knows what was sampled from the next plan alone
         max_blocks = min(MAX_WAITING_BLOCKS, self._gpu.num_sms)
         self._world = world if parallel.tensor_parallel_size > 1 else None
         self._comm = join_gpus(
             self.ops, self._gpu, world, parallel, model_config, self._dtype, config.allreduce, max_blocks
         )
+        self.overlaps = self._comm.shares_ids  # or another rank knows what was sampled from the next plan alone
         return self._comm
 
     def load(self, source: ModelSource, weight_map: WeightMap, config: EngineConfig, progress: bool) -> Weights:

@@ -1,5 +1,5 @@
-"""`python -m engine.bench offline | bookkeeping | weights | streaming | serve | soak | quality | ranks | wires`; each
-with --help."""
+"""`python -m engine.bench offline | bookkeeping | weights | streaming | serve | soak | quality | ranks | wires |
+allreduce`; each with --help."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import get_args
 
-from engine.bench import bookkeeping, load, offline, quality, ranks, shapes, soak, streaming, weights, wires
+from engine.bench import allreduce, bookkeeping, load, offline, quality, ranks, shapes, soak, streaming, weights, wires
 from engine.bench.arguments import positive, positive_list, report_file_or_output
 from engine.bench.model_shapes import QUANTS, SHAPES
-from engine.config import CUDA_ARCHES, EngineConfig
+from engine.config import CUDA_ARCHES, AllReduce, DualStream, EngineConfig
 from engine.env import launched_rank
 from engine.errors import ConfigError, GlintError
 from engine.log import set_up_logging
@@ -32,6 +33,9 @@ def main(argv: list[str]) -> int:
     ranks.add_arguments(commands.add_parser("ranks", help="under mpirun: delay of plans, idle ranks"))
     quality.add_arguments(commands.add_parser("quality", help="what quantized weights cost: perplexity, KL, top-1"))
     wires.add_arguments(commands.add_parser("wires", help="under mpirun: what sums over ranks cost: KL, top-1"))
+    allreduce.add_arguments(
+        commands.add_parser("allreduce", help="under mpirun: sums over GPUs, way by way, beside NCCL")
+    )
     arguments = parser.parse_args(argv)
     set_up_logging("bench", "WARNING")
     try:
@@ -72,6 +76,14 @@ def _add_offline(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=(),
         help='with --model-shape: only these figures, by name or the first word of it, such as "prefill,decode 1"',
     )
+    parser.add_argument(
+        "--tensor-parallel-size", type=positive, default=1, help="with --model-shape: as engine.serve's"
+    )
+    parser.add_argument("--pipeline-parallel-size", type=positive, default=1, help="with --model-shape, the same")
+    parser.add_argument("--allreduce", choices=get_args(AllReduce), default="auto", help="with --model-shape, the same")
+    parser.add_argument(
+        "--dual-stream", choices=get_args(DualStream), default="off", help="with --model-shape, the same"
+    )
     parser.add_argument("--batches", type=positive_list, default=(1, 8), help="decode batch sizes, such as 1,8")
     parser.add_argument("--prefills", type=positive_list, default=(512,), help="prompt lengths")
     parser.add_argument("--steps", type=positive, default=30, help="decode steps a figure is the median of")
@@ -99,6 +111,10 @@ def _run_offline(arguments: argparse.Namespace) -> int | None:
         ("small", False),
         ("cold_start", False),
         ("only", ()),
+        ("tensor_parallel_size", 1),
+        ("pipeline_parallel_size", 1),
+        ("allreduce", "auto"),
+        ("dual_stream", "off"),
     ):
         if getattr(arguments, name) != default:
             raise ConfigError(f"--{name.replace('_', '-')}: is for --model-shape; give one of {', '.join(SHAPES)}")
@@ -134,6 +150,12 @@ def _run_shape(arguments: argparse.Namespace) -> int:
         arguments.quant,
         arguments.w4a8,
         arguments.small,
+        shapes.Split(
+            arguments.tensor_parallel_size,
+            arguments.pipeline_parallel_size,
+            arguments.allreduce,
+            arguments.dual_stream,
+        ),
     )
     if arguments.json != "-":
         print(shapes.table(about, figures))

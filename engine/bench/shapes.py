@@ -32,17 +32,18 @@ import numpy as np
 from engine.api import GenerationRequest, SamplingParams
 from engine.bench.model_shapes import QUANTS, SHAPES
 from engine.build import build_engine
-from engine.config import CudaArch, EngineConfig
+from engine.comm.ways import may_use_peer
+from engine.config import AllReduce, CudaArch, DualStream, EngineConfig
 from engine.errors import ConfigError
 from engine.loop import Engine, drain
 
-W4A8: dict[str, tuple[float | None, float, float | None]] = {  # the limit at 1250 TFLOP/s
+W4A8: dict[str, tuple[float | None, float | None, float | None]] = {  # the limit at 1250 TFLOP/s
     "prefill 512": (58.0, 80.0, 107.0),
     "prefill 2048": (235.0, 320.0, 423.0),
     "prefill 8192": (994.0, 1400.0, 1894.0),
 }
 # (limit, first goal, peer) of each figure on one H200; prefill and decode in ms, throughput in tokens/s, start in s
-H200: dict[str, dict[str, tuple[float | None, float, float | None]]] = {
+H200: dict[str, dict[str, tuple[float | None, float | None, float | None]]] = {
     "llama-3.1-8b": {
         "cold start": (None, 60.0, None),
         "start": (None, 20.0, 60.0),
@@ -67,6 +68,22 @@ H200: dict[str, dict[str, tuple[float | None, float, float | None]]] = {
         "decode 16": (10.1, 14.5, 21.6),
     },
     **{f"qwen2-72b gptq-int4 w4a8={kind}": W4A8 for kind in ("fp8", "int8")},
+    "llama-3.1-70b TP 2, no P2P": {
+        "prefill 512": (55.0, 100.0, 119.0),
+        "prefill 2048": (212.0, 290.0, 389.0),
+        "prefill 8192": (926.0, 1180.0, 1566.0),
+        "decode 1": (15.9, 19.5, 22.7),
+        "decode 16": (16.5, 23.0, 26.7),
+        "decode 64": (18.4, 30.0, 36.5),
+    },
+    "llama-3.1-70b TP 2": {
+        "prefill 512": (55.0, None, 92.0),
+        "prefill 2048": (212.0, None, 252.0),
+        "prefill 8192": (926.0, None, 1030.0),
+        "decode 1": (15.9, None, 21.0),
+        "decode 16": (16.5, None, 21.5),
+    },
+    "qwen2-72b gptq-int4 TP 2, no P2P": {"prefill 2048": (208.0, 255.0, None), "decode 1": (5.3, 7.7, None)},
 }
 MORE_IS_BETTER = ("throughput",)
 CONTEXT, DECODED = 1024, 128
@@ -76,6 +93,26 @@ COLD, START, THROUGHPUT = "cold start", "start", "throughput"
 CACHES = ("XDG_CACHE_HOME", "CUPY_CACHE_DIR", "CUDA_CACHE_PATH")  # of our kernels, CuPy's, and the driver's
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 CUDA = Path(__file__).parents[2] / "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """EngineConfig's fields of these names."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    allreduce: AllReduce = "auto"
+    dual_stream: DualStream = "off"
+
+    @property
+    def text(self) -> str:
+        """ "TP 2, no P2P"; "" for one GPU."""
+        sizes = (("TP", self.tensor_parallel_size), ("PP", self.pipeline_parallel_size))
+        words = [f"{name} {size}" for name, size in sizes if size > 1]
+        return "".join([" × ".join(words), "" if may_use_peer(os.environ) else ", no P2P"]) if words else ""
+
+
+ONE_GPU = Split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +134,11 @@ class Figure:
     @property
     def verdict(self) -> str:
         """met; missed, but ahead of the peer if there is one; BEHIND it; "" where there is nothing to compare with."""
-        if self.goal is None:
-            return ""
         sign = -1 if self.name in MORE_IS_BETTER else 1
-        if sign * self.value <= sign * self.goal:
+        if self.goal is not None and sign * self.value <= sign * self.goal:
             return "met"
         if self.peer is None:
-            return "missed"
+            return "" if self.goal is None else "missed"
         return "ahead of the peer" if sign * self.value < sign * self.peer else "BEHIND"
 
 
@@ -115,6 +150,7 @@ def measure(
     quant: str = "",
     w4a8: Literal["off", "int8", "fp8"] = "off",
     is_small: bool = False,
+    split: Split = ONE_GPU,
 ) -> tuple[dict[str, str], list[Figure]]:
     """(machine and settings, figures) of a model of these shapes.
 
@@ -126,11 +162,14 @@ def measure(
         quant: a key of QUANTS; "" = not quantized.
         w4a8: EngineConfig.w4a8.
         is_small: weights as small as those with which the peer was timed: --load-format dummy-small.
+        split: over how many ranks, and how they add up.
     Raises:
         ConfigError: no GPU here, or one that this model does not fit.
+        Followed: on ranks other than 0.
     """
     values: list[tuple[str, float]] = []
-    name_of_all = f"{shape} {quant} {'' if w4a8 == 'off' else f'w4a8={w4a8}'}".strip()
+    words = shape, quant, "" if w4a8 == "off" else f"w4a8={w4a8}", split.text
+    name_of_all = " ".join(filter(None, words))
     goals = H200.get(name_of_all, {})
     with tempfile.TemporaryDirectory() as folder:
         if cold:
@@ -146,6 +185,10 @@ def measure(
             load_format="dummy-small" if is_small else "dummy",
             max_model_len=16384,
             enable_prefix_caching=False,
+            tensor_parallel_size=split.tensor_parallel_size,
+            pipeline_parallel_size=split.pipeline_parallel_size,
+            allreduce=split.allreduce,
+            dual_stream=split.dual_stream,
         )
         with contextlib.suppress(ImportError):  # build_engine says what is missing
             importlib.import_module("engine.backends.cuda")
@@ -160,7 +203,8 @@ def measure(
     for name, value in values:
         limit, goal, peer = known.get(name, (None, None, None))
         figures.append(Figure(name, value, limit, goal, peer, _tflops(shape, name, value)))
-    return {"shape": name_of_all, **({"weights": SMALL} if is_small else {}), **_about(built.device)}, figures
+    about = {"shape": name_of_all, **({"weights": SMALL} if is_small else {}), **_about(built.device)}
+    return about | ({"allreduce": split.allreduce, "dual_stream": split.dual_stream} if split.text else {}), figures
 
 
 def _about(device: str) -> dict[str, str]:

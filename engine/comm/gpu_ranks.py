@@ -51,7 +51,7 @@ class GpuRanks:
         previous: Line | None = None,
         following: Line | None = None,
     ) -> None:
-        self.shares_ids = False
+        self.shares_ids = stage is not None and parallel.pipeline_parallel_size == 1
         self.is_first = parallel.stage == 0
         self.is_last = parallel.stage == parallel.pipeline_parallel_size - 1
         self._one, self._device, self._dtype = OneRank(ops), device, dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from engine.comm.links import Links
 from engine.comm.meeting import Meeting
 from engine.comm.nccl import Nccl
 from engine.comm.planner import measure
-from engine.comm.ways import INT8, choose, table, ways_of
+from engine.comm.ways import INT8, choose, may_use_peer, table, ways_of
 from engine.config import ModelConfig, ParallelConfig
 from engine.errors import ConfigError
 from engine.kernels.device import Device
@@ -47,7 +48,7 @@ def join_gpus(
     tp, pp, stage = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.stage
     line, ways, plan = None, {}, None
     if tp > 1:
-        links = Links(world.Split(stage, parallel.tp_rank), max_blocks=max_blocks)
+        links = Links(world.Split(stage, parallel.tp_rank), has_peer=may_use_peer(os.environ), max_blocks=max_blocks)
         nccl = _nccl(links) if allreduce in ("auto", "nccl") else None
         line = _line(links)
         ways = ways_of(links.channels, links.exchanges, nccl, device, rotate=allreduce != "int8-plain")
@@ -63,7 +64,8 @@ def join_gpus(
         is_one = stage in (first, first + 1)
         pair = world.Split(parallel.tp_rank if is_one else tp + parallel.rank, stage)
         if is_one:
-            neighbours[first] = _line(Links(pair, number=first + 1, max_blocks=max_blocks))
+            has_peer = may_use_peer(os.environ)
+            neighbours[first] = _line(Links(pair, number=first + 1, has_peer=has_peer, max_blocks=max_blocks))
     previous, following = neighbours.get(stage - 1), neighbours.get(stage)
     return GpuRanks(ops, device, parallel, config, dtype, line, ways, plan, previous, following)
 

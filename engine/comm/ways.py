@@ -60,6 +60,11 @@ class Trial:
     problem: str = ""
 
 
+def may_use_peer(environment: Mapping[str, str]) -> bool:
+    """Whether memory of other GPUs is tried: NCCL's own switch for GPUs that reach each other wrongly is ours too."""
+    return environment.get("NCCL_P2P_DISABLE", "0") in ("", "0")
+
+
 def ways_of(
     channels: Mapping[str, Channel],
     exchanges: Mapping[str, Exchange],

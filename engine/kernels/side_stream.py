@@ -3,7 +3,8 @@ host waits for neither, and a graph that is captured over both has the same orde
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import cupy
@@ -33,13 +34,13 @@ class SideStream:
         kept: list[Any] = [work]
 
         def malloc(num_bytes: int) -> Any:
-            with caller:
+            with _current(caller):
                 memory = allocate(num_bytes)
             kept.append(memory)
             return memory
 
         self._order(caller, self._stream)
-        with self._stream, cupy.cuda.using_allocator(malloc):
+        with _current(self._stream), cupy.cuda.using_allocator(malloc):
             result = work()
         done = self._event()
         done.record(self._stream)
@@ -66,3 +67,14 @@ class SideStream:
     def _event(self) -> Any:
         self._turn = (self._turn + 1) % NUM_EVENTS
         return self._events[self._turn]
+
+
+@contextmanager
+def _current(stream: Any) -> Iterator[None]:
+    """For a while; then the stream before, which `with stream` forgets where that one was made current by use()."""
+    before = cupy.cuda.get_current_stream()
+    stream.use()
+    try:
+        yield
+    finally:
+        before.use()

@@ -44,12 +44,8 @@ class Stream:
     def launch(self, work: Work) -> None:
         (self._queue if STREAM._captured is None else STREAM._captured).append(work)
 
-    def __enter__(self) -> Stream:
-        CURRENT.append(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        CURRENT.pop()
+    def use(self) -> None:
+        CURRENT[0] = self
 
     def wait_event(self, event: Event) -> None:
         number, source = event.num_recorded, event.source
@@ -137,7 +133,7 @@ class MemoryPool:
 
 MODULES = "engine.kernels.graphs", "engine.kernels.side_stream", "engine.kernels.forward"
 STREAM = Stream()
-CURRENT = [STREAM]  # the last one is launched on
+CURRENT = [STREAM]  # which is launched on
 POOLS: list[Any] = [MemoryPool()]  # the last one gives
 
 
@@ -151,7 +147,7 @@ class Pointer:
         return Pointer(self.ptr + offset)
 
     def copy_from_device_async(self, source: Pointer, size: int) -> None:
-        CURRENT[-1].launch(lambda: ctypes.memmove(self.ptr, source.ptr, size))
+        CURRENT[0].launch(lambda: ctypes.memmove(self.ptr, source.ptr, size))
 
     def copy_from_host_async(self, host: int, size: int, stream: Stream) -> None:
         stream.launch(lambda: ctypes.memmove(self.ptr, host, size))
@@ -191,7 +187,7 @@ def raw(value: Any) -> Any:
 def launch(work: Callable[..., Any], *arguments: Any) -> None:
     """Arrays of the stand-in are passed by address."""
     given = [raw(argument) for argument in arguments]
-    CURRENT[-1].launch(lambda: work(*given))
+    CURRENT[0].launch(lambda: work(*given))
 
 
 def empty(shape: Any, dtype: Any = np.float32) -> Array:
@@ -273,7 +269,7 @@ def gpu_forward(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         alloc_pinned_memory=bytearray,
         Event=Event,
         get_allocator=lambda: POOLS[-1].malloc,
-        get_current_stream=lambda: CURRENT[-1],
+        get_current_stream=lambda: CURRENT[0],
         MemoryPool=MemoryPool,
         MemoryPointer=lambda memory, offset: memory + offset,
         runtime=SimpleNamespace(CUDARuntimeError=CUDARuntimeError),
@@ -292,5 +288,6 @@ def gpu_forward(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield importlib.import_module("engine.kernels.forward")
     STREAM.__init__()  # type: ignore[misc]  # what a test that failed left in it
+    STREAM.use()
     for name in MODULES:
         sys.modules.pop(name, None)

@@ -60,10 +60,21 @@ def test_the_shapes_are_configs_that_are_served(tmp_path: Path) -> None:
         config = load_model_config(resolve(str(tmp_path)))
         assert config.n_layers == values["num_hidden_layers"], name
     for key in shapes.H200:
-        shape, *quant = key.split(" ")
+        whole, _, ranks = key.partition(" TP ")
+        shape, *quant = whole.split(" ")
         assert shape in SHAPES
         assert not quant or quant[0] in QUANTS
         assert quant[1:] in ([], ["w4a8=int8"], ["w4a8=fp8"])
+        assert ranks in ("", "2", "2, no P2P")
+
+
+def test_figures_of_ranks_go_by_how_they_are_linked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    assert shapes.Split().text == ""
+    assert shapes.Split(2).text == "TP 2"
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert shapes.Split(2, 2).text == "TP 2 × PP 2, no P2P"
+    assert f"llama-3.1-70b {shapes.Split(2).text}" in shapes.H200
 
 
 def test_a_figure_is_measured_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

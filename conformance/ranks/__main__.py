@@ -2,8 +2,9 @@
 [--device cuda]`
 
 Every golden over N ranks of this CPU, in each split of so many, against one rank; with --engine those of
-conformance.whole_engine, through scheduler, plans, preemption, sampler and all, against ref, and with --device cuda on a GPU a rank. With --halves each step is computed in two, as with dual
-streams. A line a case from rank 0; exit status 1 where something is wrong.
+conformance.whole_engine, through scheduler, plans, preemption, sampler and all, against ref; with --device cuda too, on
+a GPU a rank. With --halves each step is computed in two, as with dual streams. A line a case from rank 0; exit status 1
+where something is wrong.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@
 constexpr int kMaxRanks = 8;
 constexpr int kPacketBytes = 16;      // of which 12 are data
 constexpr int kWords = 3;             // of 4 bytes: the data of a packet
-constexpr int kLooksAtOnce = 32;      // before a look at the clock and the alarm
+constexpr int kLooksAtOnce = 32;      // before a look at the clock
+constexpr unsigned long long kAlarmEvery = 1'000'000;  // nanoseconds; a look at it goes over the host's link
 constexpr int kAlarmWords = 4;        // of a rank's report: 1 + the peer, channel, number, 0
 
 struct Channel {  // engine/kernels/channel.py makes it
@@ -61,19 +62,22 @@ __device__ __forceinline__ void send_packet(const Channel& channel, unsigned num
     store_flagged(channel.outboxes[i] + at, words.word[0], words.word[1], words.word[2], number);
 }
 
-// How long this thread has waited, and whether it goes on.
+// How long this thread has waited, and whether it goes on. The alarm is looked at seldom: when all that wait look at it,
+// that holds up what they wait for, so that others wait as long for them, and so on for ever.
 struct Patience {
   unsigned looks = 0;
-  unsigned long long since = 0;
+  unsigned long long since = 0, asked = 0;
 
   // After a look in vain at what a peer sends: false when waiting is over.
   template <typename C>
   __device__ __forceinline__ bool lasts(const C& channel, unsigned number, int peer) {
     if (++looks % kLooksAtOnce != 0) return true;
     wait_a_little();
-    if (load_acquire(channel.alarm) != 0) return false;
     const unsigned long long now = nanoseconds();
-    if (since == 0) since = now;
+    if (since == 0) since = asked = now;
+    if (now - asked < kAlarmEvery) return true;
+    asked = now;
+    if (load_acquire(channel.alarm) != 0) return false;
     if (now - since < channel.patience) return true;
     if (atomicExch(channel.state + 2, 1u) == 0) {
       unsigned* const report = channel.alarm + kAlarmWords * (1 + channel.rank);

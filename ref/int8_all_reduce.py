@@ -21,7 +21,7 @@ Why a bfloat16 scale: it has the range of float32, so a partial sum of any size 
 at 65504 · 127 and be subnormal, with ever fewer bits, in groups below 127 · 2⁻¹⁴ = 0.008. The price is at most 1/128 of
 a step. Rounded up, the largest element is at most 127 scale (1 + 2⁻²³), which rounds to 127: nothing saturates.
 
-How wrong it can be: int8_all_reduce_bound.py.
+How wrong it can be: int8_all_reduce_bound.py. How the errors of one sum are made good in the next: int8_feedback.py.
 """
 
 from __future__ import annotations
@@ -132,31 +132,30 @@ def int8_all_reduce(shards: Sequence[Array], *, rotate: bool = True, storage: st
     groups = [to_groups(shard, rotate) for shard in shards]
     sent = [quantize_groups(group) for group in groups]
     slices = split_ranges(len(groups[0]), len(shards))
-    summed = [reduce_slice(rank, slice(owned.start, owned.stop), groups, sent) for rank, owned in enumerate(slices)]
-    q = np.concatenate([part[0] for part in summed])
-    scale = np.concatenate([part[1] for part in summed])
-    # every rank, the owners too, goes on from these
-    x = from_groups(dequantize_groups(q, scale), num_tokens, hidden_size, rotate)
+    sums = [sum_slice(rank, slice(owned.start, owned.stop), groups, sent) for rank, owned in enumerate(slices)]
+    # every rank, the owners too, goes on from what was sent
+    summed = np.concatenate([dequantize_groups(*quantize_groups(part)) for part in sums])
+    x = from_groups(summed, num_tokens, hidden_size, rotate)
     result = round_to(x, storage).astype(shards[0].dtype)
     return [result.copy() for _ in shards]
 
 
-def reduce_slice(rank: int, owned: slice, groups: Sequence[Floats], sent: Sequence[Quantized]) -> Quantized:
-    """What owner `rank` does: sums its slice in rank order, its own part as it is, and quantizes the sum.
+def sum_slice(rank: int, owned: slice, groups: Sequence[Floats], sent: Sequence[Quantized]) -> Floats:
+    """What owner `rank` sums before it is quantized again: its slice, in rank order, its own part as it is.
 
     Args:
         owned: which groups it owns.
         groups: [num_groups, 32] float32 of each rank; only the owner's is read.
         sent: (q, scale) of each rank, shapes as quantize_groups gives them; the owner's are not read.
     Returns:
-        q [num_owned, 32] int8 and scale [num_owned] uint16.
+        [num_owned, 32] float32.
     """
     total = np.zeros_like(groups[rank][owned])
     for source, (q, scale) in enumerate(sent):
         part = groups[rank][owned] if source == rank else dequantize_groups(q[owned], scale[owned])
         with np.errstate(invalid="ignore", over="ignore"):  # what overflows becomes NaN in quantize_groups
             total = total + part
-    return quantize_groups(total)
+    return total
 
 
 def wire_bytes(num_tokens: int, hidden_size: int, world_size: int) -> list[int]:

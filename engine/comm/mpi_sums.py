@@ -22,7 +22,7 @@ from ref.int8_all_reduce import (
     dequantize_groups,
     from_groups,
     quantize_groups,
-    reduce_slice,
+    sum_slice,
     to_groups,
 )
 
@@ -102,8 +102,8 @@ def int8_sum(comm: MpiComm, shard: Float32, rotate: bool) -> Float32:
     packed = [_pack(q[part.start : part.stop], scale[part.start : part.stop]) for part in owned]
     arrived = [_unpack(row) for row in _exchange(comm, np.concatenate(packed), pieces)]
     mine = groups[owned[comm.rank].start : owned[comm.rank].stop]
-    total = reduce_slice(comm.rank, slice(None), [mine] * comm.size, arrived)
-    parts = np.split(_spread(comm, _pack(*total), pieces), np.cumsum(pieces)[:-1])
+    total = sum_slice(comm.rank, slice(None), [mine] * comm.size, arrived)
+    parts = np.split(_spread(comm, _pack(*quantize_groups(total)), pieces), np.cumsum(pieces)[:-1])
     summed = np.concatenate([dequantize_groups(*_unpack(part)) for part in parts])
     num_tokens, hidden_size = shard.shape
     return from_groups(summed, num_tokens, hidden_size, rotate)

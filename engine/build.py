@@ -145,6 +145,7 @@ def _build(config: EngineConfig, ranks: Ranks, found: _Found, faults: Faults | N
     def close() -> None:
         if channel is not None and ranks.watch is not None:
             channel.stop()
+            part.comm.close()
             ranks.watch.is_followed = False
 
     if channel is not None:

@@ -36,6 +36,7 @@ class GpuRanks:
         stage: what joins the ranks of this one's stage; None: there is no other.
         ways, plan: of the stage.
         previous, following: what joins it with the rank that it receives from, and sends to.
+        close: what is to be done at the end.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class GpuRanks:
         plan: Plan | None,
         previous: Line | None = None,
         following: Line | None = None,
+        close: Callable[[], None] | None = None,
     ) -> None:
         self.shares_ids = stage is not None and parallel.pipeline_parallel_size == 1
         self.is_first = parallel.stage == 0
@@ -57,6 +59,7 @@ class GpuRanks:
         self._one, self._device, self._dtype = OneRank(ops), device, dtype
         self._stage, self._ways, self._plan = stage, ways, plan
         self._previous, self._following = previous, following
+        self._close = close
         self._rank = parallel.tp_rank
         self._hidden_size, self._vocab_size = config.hidden_size, config.vocab_size
 
@@ -104,7 +107,8 @@ class GpuRanks:
         return shared.reshape(num_ids).view(np.int32)
 
     def close(self) -> None:
-        pass
+        if self._close is not None:
+            self._close()
 
     def _sum(self, partial: Array, residual: Array | None) -> Array:
         if self._stage is None or self._plan is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -13,7 +12,7 @@ from engine.comm.links import Links
 from engine.comm.meeting import Meeting
 from engine.comm.nccl import Nccl
 from engine.comm.planner import measure
-from engine.comm.ways import INT8, choose, may_use_peer, table, ways_of
+from engine.comm.ways import INT8, NCCL, choose, may_use_peer, table, ways_of
 from engine.config import ModelConfig, ParallelConfig
 from engine.errors import ConfigError
 from engine.kernels.device import Device
@@ -46,15 +45,19 @@ def join_gpus(
         ConfigError: on all ranks of a group, where there is no way.
     """
     tp, pp, stage = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.stage
-    line, ways, plan = None, {}, None
+    line, ways, plan, nccl = None, {}, None, None
     if tp > 1:
         links = Links(world.Split(stage, parallel.tp_rank), has_peer=may_use_peer(os.environ), max_blocks=max_blocks)
         nccl = _nccl(links) if allreduce in ("auto", "nccl") else None
+        add_up = nccl.all_reduce if nccl is not None else None
         line = _line(links)
-        ways = ways_of(links.channels, links.exchanges, nccl, device, rotate=allreduce != "int8-plain")
+        ways = ways_of(links.channels, links.exchanges, add_up, device, rotate=allreduce != "int8-plain")
         allowed = partial(is_allowed, allreduce=allreduce)
         trials = measure(links, {name: way for name, way in ways.items() if allowed(name)}, dtype)
         plan = choose(trials, allowed, config.hidden_size)
+        if nccl is not None and NCCL not in plan.names:
+            nccl.close()  # some 900 MB
+            nccl = None
         say = logger.info if parallel.rank == 0 else logger.debug
         say("all-reduce: %s; microseconds:\n%s", plan.text(), table(trials))
     else:
@@ -67,7 +70,8 @@ def join_gpus(
             has_peer = may_use_peer(os.environ)
             neighbours[first] = _line(Links(pair, number=first + 1, has_peer=has_peer, max_blocks=max_blocks))
     previous, following = neighbours.get(stage - 1), neighbours.get(stage)
-    return GpuRanks(ops, device, parallel, config, dtype, line, ways, plan, previous, following)
+    close = None if nccl is None else nccl.close
+    return GpuRanks(ops, device, parallel, config, dtype, line, ways, plan, previous, following, close)
 
 
 def is_allowed(way: str, allreduce: str) -> bool:
@@ -81,9 +85,9 @@ def _line(links: Links) -> Line:
     return Line(links.gathers, links.reports)
 
 
-def _nccl(links: Links) -> Callable[[Array], Array] | None:
+def _nccl(links: Links) -> Nccl | None:
     try:
-        return Nccl(links.meeting).all_reduce
+        return Nccl(links.meeting)
     except ConfigError as error:
         logger.info("%s", error)
         return None

@@ -53,3 +53,8 @@ class Nccl:
         stream = cupy.cuda.get_current_stream().ptr
         self._comm.allReduce(x.data.ptr, x.data.ptr, x.size, TYPES[x.dtype], SUM, stream)
         return x
+
+    def close(self) -> None:
+        """Gives its memory back at once. The library's own way at the end of an object waits for the other ranks'."""
+        cupy.cuda.Device().synchronize()
+        self._comm.abort()

@@ -15,7 +15,7 @@ from engine.kernels.device import Device
 Array = Any
 Sum = Callable[[Array, Array | None], Array]  # (partial, residual or None); the answer may be written over either
 
-INT8 = "int8"
+INT8, NCCL = "int8", "nccl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def ways_of(
         found.append(Way(f"{name}-pieces", _pieces(exchange, device)))
         found.append(Way(f"{name}-pieces-int8", _int8_pieces(exchange, rotate, device), is_exact=False))
     if nccl is not None:
-        found.append(Way("nccl", _nccl(nccl)))
+        found.append(Way(NCCL, _nccl(nccl)))
     return {way.name: way for way in found}
 
 

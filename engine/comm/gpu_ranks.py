@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ class GpuRanks:
         stage: what joins the ranks of this one's stage; None: there is no other.
         ways, plan: of the stage.
         previous, following: what joins it with the rank that it receives from, and sends to.
-        close: what is to be done at the end.
+        closes: what is to be done at the end, by all ranks together.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class GpuRanks:
         plan: Plan | None,
         previous: Line | None = None,
         following: Line | None = None,
-        close: Callable[[], None] | None = None,
+        closes: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.shares_ids = stage is not None and parallel.pipeline_parallel_size == 1
         self.is_first = parallel.stage == 0
@@ -59,7 +59,7 @@ class GpuRanks:
         self._one, self._device, self._dtype = OneRank(ops), device, dtype
         self._stage, self._ways, self._plan = stage, ways, plan
         self._previous, self._following = previous, following
-        self._close = close
+        self._closes = closes
         self._rank = parallel.tp_rank
         self._hidden_size, self._vocab_size = config.hidden_size, config.vocab_size
 
@@ -107,8 +107,9 @@ class GpuRanks:
         return shared.reshape(num_ids).view(np.int32)
 
     def close(self) -> None:
-        if self._close is not None:
-            self._close()
+        for close in self._closes:
+            close()
+        self._closes = ()
 
     def _sum(self, partial: Array, residual: Array | None) -> Array:
         if self._stage is None or self._plan is None:

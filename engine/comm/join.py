@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -45,7 +46,8 @@ def join_gpus(
         ConfigError: on all ranks of a group, where there is no way.
     """
     tp, pp, stage = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.stage
-    line, ways, plan, nccl = None, {}, None, None
+    line, ways, plan = None, {}, None
+    closes: list[Callable[[], None]] = []
     if tp > 1:
         links = Links(world.Split(stage, parallel.tp_rank), has_peer=may_use_peer(os.environ), max_blocks=max_blocks)
         nccl = _nccl(links) if allreduce in ("auto", "nccl") else None
@@ -57,7 +59,9 @@ def join_gpus(
         plan = choose(trials, allowed, config.hidden_size)
         if nccl is not None and NCCL not in plan.names:
             nccl.close()  # some 900 MB
-            nccl = None
+        elif nccl is not None:
+            closes.append(nccl.close)
+        closes.append(links.close)
         say = logger.info if parallel.rank == 0 else logger.debug
         say("all-reduce: %s; microseconds:\n%s", plan.text(), table(trials))
     else:
@@ -68,10 +72,11 @@ def join_gpus(
         pair = world.Split(parallel.tp_rank if is_one else tp + parallel.rank, stage)
         if is_one:
             has_peer = may_use_peer(os.environ)
-            neighbours[first] = _line(Links(pair, number=first + 1, has_peer=has_peer, max_blocks=max_blocks))
+            pair_links = Links(pair, number=first + 1, has_peer=has_peer, max_blocks=max_blocks)
+            neighbours[first] = _line(pair_links)
+            closes.append(pair_links.close)
     previous, following = neighbours.get(stage - 1), neighbours.get(stage)
-    close = None if nccl is None else nccl.close
-    return GpuRanks(ops, device, parallel, config, dtype, line, ways, plan, previous, following, close)
+    return GpuRanks(ops, device, parallel, config, dtype, line, ways, plan, previous, following, closes)
 
 
 def is_allowed(way: str, allreduce: str) -> bool:

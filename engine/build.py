@@ -212,6 +212,7 @@ def _load(config: EngineConfig, ranks: Ranks, found: _Found, progress: bool) -> 
     assert comm is not None, "or there was a problem"
     if ranks.watch is not None:
         comm = Numbered(comm, ranks.watch.mine)
+        ranks.watch.alarms = comm.alarms
     architecture = ARCHITECTURES[whole.architecture]
     weight_map = rank_weights(architecture.weight_map(whole), whole, parallel)
     weights = backend.load(found.source, weight_map, config, progress)

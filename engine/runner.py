@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -131,7 +132,7 @@ class ModelRunner:
     def _finish(self, started: StartedStep) -> StepResult:
         if started.draw is None:
             return StepResult([], [], {}, started.prompt_logprobs)
-        sampled = self.sampler.finish(started.draw)
+        sampled = self.comm.settle(partial(self.sampler.finish, started.draw))
         return StepResult(sampled.token_ids.tolist(), sampled.logprobs, sampled.errors, started.prompt_logprobs)
 
     def prompt_logits(self, plan: StepPlan) -> Iterator[NDArray[np.float32]]:

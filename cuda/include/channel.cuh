@@ -16,13 +16,15 @@ constexpr int kPacketBytes = 16;      // of which 12 are data
 constexpr int kWords = 3;             // of 4 bytes: the data of a packet
 constexpr int kLooksAtOnce = 32;      // before a look at the clock
 constexpr unsigned long long kAlarmEvery = 1'000'000;  // nanoseconds; a look at it goes over the host's link
-constexpr int kAlarmWords = 4;        // of a rank's report: 1 + the peer, channel, number, 0
+constexpr unsigned long long kTellEvery = 50'000'000;  // nanoseconds, who is waited for
+constexpr int kAlarmWords = 4;        // of a rank's report: 1 + the peer, channel, number, milliseconds
 
 struct Channel {  // engine/kernels/channel.py makes it
   char* outboxes[kMaxRanks];
   const char* inbox;
   unsigned* state;  // number of the last collective; blocks of this one that have begun; 1 when a report was made
-  unsigned* alarm;  // [4 + 4 · ranks], of all ranks: not 0 when all are to stop; from 4 on their reports
+  unsigned* alarm;  // [4 + 8 · ranks], of all ranks: not 0 when all are to stop; then the report of each that gave up,
+                    // then whom each was last waiting for
   index_t capacity;             // packets of a slot
   unsigned long long patience;  // nanoseconds
   int num_outboxes, rank, world_size, id;
@@ -76,16 +78,27 @@ struct Patience {
     const unsigned long long now = nanoseconds();
     if (since == 0) since = asked = now;
     if (now - asked < kAlarmEvery) return true;
+    const bool tells = (now - since) / kTellEvery != (asked - since) / kTellEvery;
     asked = now;
     if (load_acquire(channel.alarm) != 0) return false;
-    if (now - since < channel.patience) return true;
+    if (now - since < channel.patience) {
+      if (tells) tell(channel, 1 + channel.world_size, number, peer);
+      return true;
+    }
     if (atomicExch(channel.state + 2, 1u) == 0) {
-      unsigned* const report = channel.alarm + kAlarmWords * (1 + channel.rank);
-      report[1] = static_cast<unsigned>(channel.id), report[2] = number;
-      store_release(report, 1u + static_cast<unsigned>(peer));
+      tell(channel, 1, number, peer);
       store_release(channel.alarm, 1u);
     }
     return false;
+  }
+
+  // Whom this rank waits for, in its row of those that begin there.
+  template <typename C>
+  __device__ __forceinline__ void tell(const C& channel, int first_row, unsigned number, int peer) const {
+    unsigned* const row = channel.alarm + kAlarmWords * (first_row + channel.rank);
+    row[1] = static_cast<unsigned>(channel.id), row[2] = number;
+    row[3] = static_cast<unsigned>((asked - since) / 1'000'000);
+    store_release(row, 1u + static_cast<unsigned>(peer));
   }
 };
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from dataclasses import dataclass
 from enum import IntEnum
 
 from engine.comm.segment import Segment
 
-TEXT_BYTES = 4000
 RECORD_BYTES = 4096
 _PID, _STATE, _DOING, _STEP, _COLLECTIVE, _SINCE, _HEART, _PLANNED, _TEXT_LENGTH = range(9)
-_TEXT = 96  # byte of a record where its text begins
+_PEER, _LINK, _NUMBER, _PEER_SINCE = range(9, 13)
+_TEXT = 128  # byte of a record where its text begins
+TEXT_BYTES = RECORD_BYTES - _TEXT
 
 
 class State(IntEnum):
@@ -34,6 +36,17 @@ class Doing(IntEnum):
     WAITING = 1  # for other ranks, in a collective
     IDLE = 2  # there is no step for it
     MEETING = 3  # with all others, before there are steps
+    FINISHING = 4  # it has launched a step, and waits for its own GPU
+
+
+@dataclass(frozen=True, slots=True)
+class GpuWait:
+    """The GPU of a rank waits for that of another."""
+
+    peer: int  # rank
+    link: int  # see engine.comm.alarm.name_of
+    number: int  # of the collective on this link, from the start
+    seconds: float
 
 
 class Record:
@@ -76,6 +89,10 @@ class Record:
         self._words[_COLLECTIVE] = self._collective
         self._change(Doing.WAITING)
 
+    def finish(self) -> None:
+        """What the step gives is waited for."""
+        self._change(Doing.FINISHING)
+
     def go_on(self) -> None:
         self._change(Doing.COMPUTING)
 
@@ -92,6 +109,15 @@ class Record:
     def plan(self, seconds: float) -> None:
         """How long the step is expected to take; rank 0 says it."""
         self._words[_PLANNED] = int(seconds * 1e9)
+
+    def show(self, wait: GpuWait | None) -> None:
+        """What its GPU waits for now."""
+        if wait is None:
+            self._words[_PEER] = 0
+            return
+        self._words[_LINK], self._words[_NUMBER] = wait.link, wait.number
+        self._words[_PEER_SINCE] = time.monotonic_ns() - int(wait.seconds * 1e9)
+        self._words[_PEER] = 1 + wait.peer
 
     def end(self, state: State, text: str = "") -> None:
         """Once: the first end is the one that counts."""
@@ -136,6 +162,14 @@ class Record:
     @property
     def planned_s(self) -> float:
         return float(self._words[_PLANNED]) / 1e9
+
+    @property
+    def gpu_wait(self) -> GpuWait | None:
+        peer = int(self._words[_PEER])
+        if not peer:
+            return None
+        seconds = (time.monotonic_ns() - self._words[_PEER_SINCE]) / 1e9
+        return GpuWait(peer - 1, int(self._words[_LINK]), int(self._words[_NUMBER]), seconds)
 
     @property
     def text(self) -> str:

@@ -3,12 +3,15 @@ end; no model does."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
+from engine.comm.alarm import Alarms
 from engine.ops import OpTable
 from engine.weights import Norm
 
 Array = Any
+T = TypeVar("T")
 
 
 class Communicator(Protocol):
@@ -20,6 +23,7 @@ class Communicator(Protocol):
 
     is_first: bool  # this rank's stage has the embedding
     is_last: bool  # … the final norm and the head
+    alarms: Alarms  # of kernels that wait for other ranks
     shares_ids: bool  # what rank 0 samples is given to its stage at once, so that the next plan may name it by slot
 
     def reduce(self, partial: Array) -> Array:
@@ -56,6 +60,14 @@ class Communicator(Protocol):
         """What rank 0 has sampled, [num_ids] int32, on all ranks of its stage; the others bring None."""
         ...
 
+    def settle(self, get: Callable[[], T]) -> T:
+        """What get gives, which waits for what ranks have computed.
+
+        Raises:
+            EngineDeadError: a rank has given up waiting for another, so it may be wrong.
+        """
+        ...
+
     def close(self) -> None:
         """Returns when what was sent has been taken. The last call."""
         ...
@@ -68,6 +80,7 @@ class OneRank:
     shares_ids = False
 
     def __init__(self, ops: OpTable) -> None:
+        self.alarms = Alarms()
         self._ops = ops
 
     def reduce(self, partial: Array) -> Array:
@@ -101,6 +114,9 @@ class OneRank:
 
     def share_ids(self, ids: Array | None, num_ids: int) -> Array:
         return ids
+
+    def settle(self, get: Callable[[], T]) -> T:
+        return get()
 
     def close(self) -> None:
         pass

@@ -21,15 +21,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from engine.comm.alarm import Alarms
 from engine.comm.board import Doing, Record, State
 from engine.comm.launcher import launchers
+from engine.comm.naming import HANG_S, late, where
 from engine.errors import ConfigError, GlintError, StopSignal
 
 logger = logging.getLogger(__name__)
 
 BEAT_S = 0.1  # between two looks at the board
 SILENT_S = 1.0  # a rank that has not beaten for so long may be stopped
-HANG_S, HANG_FACTOR = 2.0, 5.0  # a rank is waited for so long, or so many times the planned time of the step
 LINGER_S = 1.0  # for the front end to tell its clients
 PATIENCE_S = 3.0  # of a rank that waits to be ended by the one who names
 
@@ -53,9 +54,11 @@ class Watch:
         """
         self.mine = records[host_ranks.index(rank)]
         self.tell: Callable[[str], None] = lambda reason: None  # who else must know, before the end
+        self.alarms = Alarms()  # of kernels that wait for other ranks
         self.is_followed = False  # this is rank 0, and the others wait for the plans of its engine
         self._rank, self._abort = rank, abort
-        self._peers = {number: record for number, record in zip(host_ranks, records, strict=True) if number != rank}
+        self._all = dict(zip(host_ranks, records, strict=True))
+        self._peers = {number: record for number, record in self._all.items() if number != rank}
         self._files = {number: os.pidfd_open(record.pid) for number, record in self._peers.items()}
         self._launchers = {os.pidfd_open(pid): (pid, name) for pid, name in launchers()}
         self._ending = threading.Lock()
@@ -103,6 +106,7 @@ class Watch:
             self.tell(reason)
         self.mine.end(State.LEAVING)
         threading.Timer(PATIENCE_S, os._exit, (code or 1,)).start()
+        self.alarms.give()  # a process whose kernels wait takes longer to end
         for file in self._files.values():
             with suppress(OSError):
                 signal.pidfd_send_signal(file, signal.SIGKILL)
@@ -118,13 +122,15 @@ class Watch:
             looked = time.monotonic()
             found = [file for file, _ in poller.poll(BEAT_S * 1e3)]
             self.mine.beat()
+            self.mine.show(self.alarms.wait)
             for file in found:
                 poller.unregister(file)
             reason = self._launcher_gone(found) or self._dead(found, dead) or self._failed() or self._missed(dead)
+            reason = reason or self.alarms.problem
             silent: Set[int] = frozenset()
             if not reason and time.monotonic() - looked < SILENT_S:  # or this process was stopped, as others may be
                 silent = self._stopped()
-                reason = self._late(silent)
+                reason = late(self._all, silent)
             if reason and self.mine.state is not State.DONE:
                 self._act(reason, dead | silent)
 
@@ -157,7 +163,7 @@ class Watch:
             if record.state is State.FAILED:
                 reason = reason or _said(number, record)
             elif record.state is State.ALIVE:
-                reason = reason or f"rank {number} (pid {record.pid}) {_how_it_ended(record.pid)}{_where(record)}"
+                reason = reason or f"rank {number} (pid {record.pid}) {_how_it_ended(record.pid)}{where(record)}"
         return reason
 
     def _failed(self) -> str:
@@ -181,32 +187,6 @@ class Watch:
             if record.seconds_since_beat > SILENT_S and _is_stopped(record.pid)
         }
 
-    def _late(self, stopped: Set[int]) -> str:
-        """Whom ranks have waited for too long; who is stopped need not be waited for."""
-        for number in stopped:
-            record = self._peers[number]
-            if record.seconds_since_beat > HANG_S:
-                seconds = f"{record.seconds_since_beat:.1f} s"
-                return f"rank {number} (pid {record.pid}) has been stopped for {seconds}{_where(record)}"
-        everybody = {**self._peers, self._rank: self.mine}
-        waiting = [number for number, record in everybody.items() if record.doing is Doing.WAITING]
-        longest = max(waiting, key=lambda number: everybody[number].seconds_since_change, default=None)
-        if longest is None:
-            return ""
-        waiter = everybody[longest]
-        limit = max(HANG_S, HANG_FACTOR * max(record.planned_s for record in everybody.values()))
-        waited = waiter.seconds_since_change
-        if waited <= limit:
-            return ""
-        busy = [number for number in everybody if number not in waiting and everybody[number].step <= waiter.step]
-        behind = sorted(waiting, key=lambda number: (everybody[number].step, everybody[number].collective))[:1]
-        late = max(busy or behind, key=lambda number: everybody[number].seconds_since_change)
-        how = "hangs" if busy else "waits for what no other rank does"
-        return (
-            f"rank {late} (pid {everybody[late].pid}) {how}{_where(everybody[late])}: rank {longest} has waited for "
-            f"{waited:.1f} s in step {waiter.step}, collective {waiter.collective} (limit {limit:.1f} s)"
-        )
-
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """What nothing in the main thread has caught."""
         if issubclass(kind, KeyboardInterrupt):
@@ -225,14 +205,7 @@ class Watch:
 
 
 def _said(number: int, record: Record) -> str:
-    return f"rank {number} (pid {record.pid}) has failed{_where(record)}: {record.text}"
-
-
-def _where(record: Record) -> str:
-    """Where in the steps a rank was last."""
-    if record.doing is Doing.IDLE:
-        return f", idle after step {record.step}" if record.step else ", before the first step"
-    return f" in step {record.step}, collective {record.collective}"
+    return f"rank {number} (pid {record.pid}) has failed{where(record)}: {record.text}"
 
 
 def _how_it_ended(pid: int) -> str:

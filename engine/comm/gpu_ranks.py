@@ -4,29 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from engine.comm.alarm import Alarm, Alarms
 from engine.comm.communicator import OneRank
 from engine.comm.ways import Plan, Way
 from engine.config import ModelConfig, ParallelConfig
-from engine.errors import EngineDeadError
 from engine.kernels.all_gather import all_gather
-from engine.kernels.channel import Exchange, Report
+from engine.kernels.channel import Exchange
 from engine.kernels.device import Device
 from engine.ops import OpTable
 from engine.weights import Norm
 
 Array = Any
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What joins some ranks for parts of rows; reports: of ranks that gave up waiting, by it or for sums."""
+    """What joins some ranks for parts of rows, and the alarm of all that they wait on."""
 
     gathers: Exchange
-    reports: Callable[[], list[Report]]
+    alarm: Alarm
 
 
 class GpuRanks:
@@ -60,6 +61,7 @@ class GpuRanks:
         self._stage, self._ways, self._plan = stage, ways, plan
         self._previous, self._following = previous, following
         self._closes = closes
+        self.alarms = Alarms([line.alarm for line in (stage, previous, following) if line is not None])
         self._rank = parallel.tp_rank
         self._hidden_size, self._vocab_size = config.hidden_size, config.vocab_size
 
@@ -80,31 +82,32 @@ class GpuRanks:
 
     def send(self, residual: Array) -> None:
         assert self._following is not None, "the last stage sends nothing"
-        self._check(self._following)
         exchange = self._following.gathers
         all_gather(residual, exchange, self._hidden_size, takes=False, num_senders=1, device=self._device)
 
     def receive(self, num_tokens: int) -> Array:
         assert self._previous is not None, "the first stage receives nothing"
-        self._check(self._previous)
         shape = self._device.empty((num_tokens, self._hidden_size), self._dtype)
         return all_gather(shape, self._previous.gathers, self._hidden_size, num_senders=1, device=self._device)
 
     def gather_logits(self, part: Array) -> Array | None:
         if self._stage is None:
             return part
-        self._check(self._stage)
         takes = self._rank == 0
         return all_gather(part, self._stage.gathers, self._vocab_size, takes=takes, device=self._device)
 
     def share_ids(self, ids: Array | None, num_ids: int) -> Array:
         """They travel as if they were numbers of another kind: nothing is computed."""
         assert self._stage is not None, "there are others"
-        self._check(self._stage)
         row = self._device.empty((1, num_ids), np.float32) if ids is None else ids.view(np.float32).reshape(1, num_ids)
         shared = all_gather(row, self._stage.gathers, num_ids, num_senders=1, device=self._device)
         assert shared is not None, "every rank takes them"
         return shared.reshape(num_ids).view(np.int32)
+
+    def settle(self, get: Callable[[], T]) -> T:
+        result = get()
+        self.alarms.check()
+        return result
 
     def close(self) -> None:
         for close in self._closes:
@@ -115,11 +118,3 @@ class GpuRanks:
         if self._stage is None or self._plan is None:
             return partial if residual is None else self._one.reduce_add(partial, residual)
         return self._ways[self._plan.way(int(partial.nbytes))].sum(partial, residual)
-
-    def _check(self, line: Line) -> None:
-        """Raises EngineDeadError where a rank has given up waiting for another."""
-        for report in line.reports():
-            raise EngineDeadError(
-                f"rank {report.rank} of a group waited in vain for rank {report.peer} in collective {report.number} of "
-                f"channel {report.channel}"
-            )

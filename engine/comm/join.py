@@ -49,7 +49,7 @@ def join_gpus(
     line, ways, plan = None, {}, None
     closes: list[Callable[[], None]] = []
     if tp > 1:
-        links = Links(world.Split(stage, parallel.tp_rank), has_peer=may_use_peer(os.environ), max_blocks=max_blocks)
+        links = _join(world.Split(stage, parallel.tp_rank), 0, parallel, max_blocks)
         nccl = _nccl(links) if allreduce in ("auto", "nccl") else None
         add_up = nccl.all_reduce if nccl is not None else None
         line = _line(links)
@@ -71,8 +71,7 @@ def join_gpus(
         is_one = stage in (first, first + 1)
         pair = world.Split(parallel.tp_rank if is_one else tp + parallel.rank, stage)
         if is_one:
-            has_peer = may_use_peer(os.environ)
-            pair_links = Links(pair, number=first + 1, has_peer=has_peer, max_blocks=max_blocks)
+            pair_links = _join(pair, first + 1, parallel, max_blocks)
             neighbours[first] = _line(pair_links)
             closes.append(pair_links.close)
     previous, following = neighbours.get(stage - 1), neighbours.get(stage)
@@ -86,8 +85,13 @@ def is_allowed(way: str, allreduce: str) -> bool:
     return allreduce in ("int8", "int8-plain") or not way.endswith(INT8)
 
 
+def _join(meeting: Meeting, number: int, parallel: ParallelConfig, max_blocks: int) -> Links:
+    members = meeting.allgather(parallel.rank)
+    return Links(meeting, number, members, may_use_peer(os.environ), max_blocks)
+
+
 def _line(links: Links) -> Line:
-    return Line(links.gathers, links.reports)
+    return Line(links.gathers, links.alarm)
 
 
 def _nccl(links: Links) -> Nccl | None:

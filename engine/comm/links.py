@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import cupy
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.comm import alarm as links_of
+from engine.comm.alarm import Alarm, link_id
 from engine.comm.host_window import HostWindow
 from engine.comm.meeting import Meeting
 from engine.comm.peer import PeerMemory
@@ -16,12 +19,10 @@ from engine.kernels.channel import (
     STATE_WORDS,
     Channel,
     Exchange,
-    Report,
     Slots,
     alarm_words,
     make_channel,
     make_exchange,
-    reports,
     slots_bytes,
 )
 from engine.kernels.device import Array
@@ -38,10 +39,11 @@ class Links:
     """Ways between the GPUs of a group of ranks of one host, of one stream each.
 
     channels, exchanges: by the memory that they go through, WINDOW always and PEER where GPUs reach each other.
-    gathers: an exchange for parts of rows.
+    gathers: an exchange for parts of rows. alarm: of all that they wait on.
 
     Args:
-        number: of the group, in reports.
+        number: of the group, see engine.comm.alarm.link_id.
+        members: the ranks of the group, among all of the job; by default they are all.
         has_peer: whether memory of other GPUs is tried.
         max_blocks: of a kernel that waits.
     Raises:
@@ -49,7 +51,13 @@ class Links:
     """
 
     def __init__(
-        self, meeting: Meeting, number: int = 0, has_peer: bool = True, max_blocks: int = 64, slots: Slots | None = None
+        self,
+        meeting: Meeting,
+        number: int = 0,
+        members: Sequence[int] = (),
+        has_peer: bool = True,
+        max_blocks: int = 64,
+        slots: Slots | None = None,
     ) -> None:
         self.meeting, self._number, self._max_blocks = meeting, number, max_blocks
         world_size = meeting.size
@@ -59,11 +67,12 @@ class Links:
         sizes = alarm_bytes, trip_bytes, *(2 * world_size * (inbox_bytes,))
         self._window = HostWindow(meeting, sum(map(_aligned, sizes)))
         alarm, trips, *inboxes = _cut(self._window.array, sizes)
-        self._alarm = alarm.view(np.uint32)
-        self._alarm_on_host: NDArray[np.uint32] = self._window.host[:alarm_bytes].view(np.uint32)
-        self.channels = {WINDOW: self._channel([trips], trips)}
-        self.exchanges = {WINDOW: self._exchange(inboxes[:world_size], True)}
-        self.gathers = self._exchange(inboxes[world_size:], True)
+        self._alarm_words = alarm.view(np.uint32)
+        on_host: NDArray[np.uint32] = self._window.host[:alarm_bytes].view(np.uint32)
+        self.alarm = Alarm(on_host, meeting.rank, members or range(world_size))
+        self.channels = {WINDOW: self._channel(links_of.WINDOW, [trips], trips)}
+        self.exchanges = {WINDOW: self._exchange(links_of.WINDOW_PIECES, inboxes[:world_size], True)}
+        self.gathers = self._exchange(links_of.ROWS, inboxes[world_size:], True)
         self._peer: PeerMemory | None = None
         if has_peer:
             self._add_peer(trip_bytes)
@@ -78,55 +87,47 @@ class Links:
             return
         cut = [_cut(part, sizes) for part in self._peer.parts]
         others = [trips for peer, (trips, _, _) in enumerate(cut) if peer != rank]
-        self.channels[PEER] = self._channel(others, cut[rank][0])
-        self.exchanges[PEER] = self._exchange([part[1] for part in cut], False)
-        self.gathers = self._exchange([part[2] for part in cut], False)
+        self.channels[PEER] = self._channel(links_of.PEER, others, cut[rank][0])
+        self.exchanges[PEER] = self._exchange(links_of.PEER_PIECES, [part[1] for part in cut], False)
+        self.gathers = self._exchange(links_of.ROWS, [part[2] for part in cut], False)
 
-    def _channel(self, outboxes: list[Array], inbox: Array) -> Channel:
+    def _channel(self, link: int, outboxes: list[Array], inbox: Array) -> Channel:
         return make_channel(
             self.meeting.rank,
             self.meeting.size,
             outboxes=outboxes,
             inbox=inbox,
             state=cupy.zeros(STATE_WORDS, np.uint32),
-            alarm=self._alarm,
-            number=self._number,
+            alarm=self._alarm_words,
+            number=link_id(self._number, link),
             patience_s=PATIENCE_S,
             max_blocks=self._max_blocks,
         )
 
-    def _exchange(self, inboxes: list[Array], is_window: bool) -> Exchange:
+    def _exchange(self, link: int, inboxes: list[Array], is_window: bool) -> Exchange:
         return make_exchange(
             self.meeting.rank,
             self.meeting.size,
             inboxes=inboxes,
             is_window=is_window,
             state=cupy.zeros(STATE_WORDS, np.uint32),
-            alarm=self._alarm,
+            alarm=self._alarm_words,
             slots=self.slots,
-            number=self._number,
+            number=link_id(self._number, link),
             patience_s=PATIENCE_S,
         )
-
-    def reports(self) -> list[Report]:
-        """Of ranks that gave up waiting. Where the alarm was given, nobody waits any more, and sums are wrong."""
-        return reports(self._alarm_on_host) if self._alarm_on_host[0] else []
 
     def forget(self) -> None:
         """After a way has failed, and all ranks have stopped: the alarm is over."""
         cupy.cuda.Device().synchronize()
         self.meeting.allgather(None)
         if self.meeting.rank == 0:
-            self._alarm_on_host[...] = 0
+            self.alarm.clear()
         states = [channel.state for channel in self.channels.values()]
         states += [exchange.state for exchange in (*self.exchanges.values(), self.gathers)]
         for state in states:
             state[1:] = 0  # the numbers stay, which are the same on all ranks
         self.meeting.allgather(None)
-
-    def give_alarm(self) -> None:
-        """Ends all waiting."""
-        self._alarm_on_host[0] = 1
 
     def close(self) -> None:
         """Nothing may use it any more."""

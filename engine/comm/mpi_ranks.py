@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
+from engine.comm.alarm import Alarms
 from engine.comm.communicator import OneRank
 from engine.comm.mpi_sums import Float32, MpiComm, Request, WireFormat, make_sum, wait
 from engine.config import ModelConfig, ParallelConfig
@@ -13,6 +15,7 @@ from engine.ops import OpTable
 from engine.weights import Norm
 
 Array = Any
+T = TypeVar("T")
 
 
 class MpiRanks:
@@ -32,6 +35,7 @@ class MpiRanks:
         config: ModelConfig,
         wire: WireFormat = "float32",
     ) -> None:
+        self.alarms = Alarms()
         self.is_first = parallel.stage == 0
         self.is_last = parallel.stage == parallel.pipeline_parallel_size - 1
         self._one = OneRank(ops)
@@ -78,6 +82,9 @@ class MpiRanks:
         shared = np.empty(num_ids, np.int32) if ids is None else np.ascontiguousarray(ids, np.int32)
         wait(self._stage.Ibcast(shared, 0))
         return shared
+
+    def settle(self, get: Callable[[], T]) -> T:
+        return get()
 
     def close(self) -> None:
         if self._sending is not None:

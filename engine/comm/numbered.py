@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from engine.comm.board import Record
 from engine.comm.communicator import Communicator
 from engine.weights import Norm
 
 Array = Any
+T = TypeVar("T")
 
 
 class Numbered:
@@ -16,6 +18,7 @@ class Numbered:
 
     def __init__(self, comm: Communicator, record: Record) -> None:
         self.is_first, self.is_last, self.shares_ids = comm.is_first, comm.is_last, comm.shares_ids
+        self.alarms = comm.alarms
         self._comm, self._record = comm, record
 
     def norm(self, x: Array, norm: Norm) -> Array:
@@ -62,6 +65,12 @@ class Numbered:
         shared = self._comm.share_ids(ids, num_ids)
         self._record.go_on()
         return shared
+
+    def settle(self, get: Callable[[], T]) -> T:
+        self._record.finish()
+        result = self._comm.settle(get)
+        self._record.go_on()
+        return result
 
     def close(self) -> None:
         self._comm.close()

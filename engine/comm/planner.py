@@ -58,8 +58,8 @@ def _try(links: Links, way: Way, num_bytes: int, dtype: Any, hidden_size: int) -
     else:
         first = cupy.asnumpy(found[0]).view(dtype).astype(np.float32)
         wrong = int((np.abs(first - expected) > INT8_ERROR * np.abs(expected).max()).sum())
-    if links.reports():
-        return float("inf"), f"a rank waited in vain: {links.reports()[0]}"
+    if problem := links.alarm.problem:
+        return float("inf"), problem
     if wrong:
         return float("inf"), f"{wrong} numbers of {size} are wrong"
     return _time(links, way, x), ""

@@ -64,12 +64,13 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A rank that gave up waiting for another."""
+    """A rank whose kernel waits for another, or gave up."""
 
     rank: int
     peer: int
     channel: int
     number: int  # of the collective, on that channel
+    milliseconds: int  # for so long
 
 
 def make_channel(
@@ -90,7 +91,7 @@ def make_channel(
         outboxes: where this rank's words go; of the size of inbox.
         inbox: [num_bytes] uint8, slots_bytes long.
         state: [STATE_WORDS] uint32 of the device, this rank's own.
-        alarm: [alarm_words(world_size)] uint32, one for all ranks.
+        alarm: [alarm_words(world_size)] uint32, one for all ranks; see reports and last_wait.
         number: of the channel, for reports.
     Raises:
         KernelError: more ranks than kernels know.
@@ -118,16 +119,29 @@ def packets(num_bytes: int) -> int:
 
 
 def alarm_words(world_size: int) -> int:
-    return ALARM_WORDS * (1 + world_size)
+    return ALARM_WORDS * (1 + 2 * world_size)
 
 
 def reports(alarm: NDArray[np.uint32]) -> list[Report]:
     """What ranks that gave up have left in an alarm; none where all is well."""
-    found = []
-    for rank, (peer, channel, number, _) in enumerate(alarm.reshape(-1, ALARM_WORDS)[1:].tolist()):
-        if peer:
-            found.append(Report(rank, peer - 1, channel, number))
-    return found
+    return [report for report in _rows(alarm, 0) if report is not None]
+
+
+def last_wait(alarm: NDArray[np.uint32], rank: int) -> Report | None:
+    """Whom the kernels of a rank were waiting for when they last said so, which they do again and again; None: they
+    have never waited for long."""
+    return _rows(alarm, 1)[rank]
+
+
+def _rows(alarm: NDArray[np.uint32], half: int) -> list[Report | None]:
+    """Of every rank: those who gave up; or who waits."""
+    rows = alarm.reshape(-1, ALARM_WORDS)[1:].tolist()
+    num_ranks = len(rows) // 2
+    of_half = rows[half * num_ranks :][:num_ranks]
+    return [
+        Report(rank, peer - 1, channel, number, milliseconds) if peer else None
+        for rank, (peer, channel, number, milliseconds) in enumerate(of_half)
+    ]
 
 
 def address(array: Array) -> int:

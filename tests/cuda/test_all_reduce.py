@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from conformance.machines import Machine, host_machine
 from conformance.ranked import Group, RankedOps, make_group
 from engine.errors import KernelError
 from engine.kernels import all_reduce as kernels
-from engine.kernels.channel import Report, packets
+from engine.kernels.channel import Report, last_wait, packets
 from tests.cuda.mutants import Mutant, mutants
 from tests.cuda.test_mutants import copy_of_cuda, isolated, planted
 
@@ -136,6 +137,26 @@ def test_a_rank_that_is_waited_for_in_vain_is_named(machine: Machine) -> None:
     assert group.reports() == found
 
 
+def test_who_waits_long_says_for_whom_again_and_again(machine: Machine) -> None:
+    """And gives no alarm, before it gives up."""
+    ops = ranked_ops(machine)
+    x = np.ones((3, 8, 96), "bfloat16")
+    group = make_group(ops, 3, "window", x[0].nbytes, patience_s=1.0)
+    waiting = threading.Thread(target=run_all, args=(ops, group, x, range(1, 3)))
+    waiting.start()
+    seen: list[Report] = []
+    while waiting.is_alive():
+        found = last_wait(np.frombuffer(group.alarm.tobytes(), np.uint32), 2)
+        if found is not None and group.alarm[0] == 0:
+            seen.append(found)
+        time.sleep(0.01)
+    assert {(report.rank, report.peer, report.channel, report.number) for report in seen} == {(2, 0, 0, 1)}
+    times = [report.milliseconds for report in seen]
+    assert len(set(times)) > 3
+    assert 50 <= min(times) <= max(times) <= 1000
+    assert last_wait(group.alarm, 0) is None
+
+
 def test_an_alarm_ends_a_wait(machine: Machine) -> None:
     ops = ranked_ops(machine)
     x = np.ones((2, 8, 96), "bfloat16")
@@ -186,8 +207,11 @@ def test_a_report_is_read() -> None:
     ops = host_machine([]).ops
     assert isinstance(ops, RankedOps)
     group = make_group(ops, 3, "window", 4096)
-    group.alarm[:] = [1, 0, 0, 0, *[0] * 4, 3, 5, 77, 0, *[0] * 4]
-    assert group.reports() == [Report(rank=1, peer=2, channel=5, number=77)]
+    waits = [*[0] * 4, *[0] * 4, 1, 4, 76, 250]
+    group.alarm[:] = [1, 0, 0, 0, *[0] * 4, 3, 5, 77, 9, *[0] * 4, *waits]
+    assert group.reports() == [Report(rank=1, peer=2, channel=5, number=77, milliseconds=9)]
+    assert last_wait(group.alarm, 1) is None
+    assert last_wait(group.alarm, 2) == Report(rank=2, peer=0, channel=4, number=76, milliseconds=250)
 
 
 def test_a_sanitizer_refuses_ranks() -> None:

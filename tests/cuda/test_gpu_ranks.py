@@ -17,15 +17,16 @@ from conformance.golden_models import GOLDEN_SEED, random_ids
 from conformance.host_device import HostDevice
 from conformance.kernel_models import MODELS, PROMPT_LENGTHS, write_model
 from conformance.machines import host_machine
-from conformance.ranked import RankedOps, make_exchanges, make_group
+from conformance.ranked import Group, RankedOps, make_exchanges, make_group
 from engine.checkpoint.loader import load_model_config
 from engine.checkpoint.source import resolve
+from engine.comm.alarm import ROWS, Alarm, link_id
 from engine.comm.communicator import Communicator
 from engine.comm.gpu_ranks import GpuRanks, Line
 from engine.comm.ways import Plan, Trial, Way, choose, table, ways_of
 from engine.config import ParallelConfig
 from engine.errors import ConfigError, EngineDeadError
-from engine.kernels.channel import Report, Slots
+from engine.kernels.channel import Slots
 from engine.kernels.sampling import KernelSampling
 from engine.kernels.table import kernel_ops
 from engine.ops import OpTable
@@ -40,6 +41,10 @@ def memory() -> RankedOps:
     found = host_machine([]).ops
     assert isinstance(found, RankedOps)
     return found
+
+
+def line_of(group: Group, rank: int) -> Line:
+    return Line(group.channels[rank], Alarm(group.alarm, rank, range(len(group.channels))))
 
 
 class Job:
@@ -59,13 +64,13 @@ class Job:
         stage, share, device = parallel.stage, parallel.tp_rank, self.devices[rank]
         line, ways = None, {}
         if self.tp > 1:
-            line = Line(self.gathers[stage].channels[share], self.gathers[stage].reports)
+            line = line_of(self.gathers[stage], share)
             channels = {"window": self.channels[stage].channels[share]}
             ways = ways_of(channels, {"peer": self.exchanges[stage].channels[share]}, None, device)
         before = self.pairs[stage - 1][share] if stage > 0 else None
         after = self.pairs[stage][share] if stage < self.pp - 1 else None
-        previous = before and Line(before.channels[1], before.reports)
-        following = after and Line(after.channels[0], after.reports)
+        previous = before and line_of(before, 1)
+        following = after and line_of(after, 0)
         plan = Plan((1 << 30,), (self.way,)) if line else None
         return GpuRanks(ops, device, parallel, config, HALF, line, ways, plan, previous, following)
 
@@ -143,17 +148,15 @@ def test_ids_of_rank_0_are_shared(num_ids: int, one_rank: tuple[Path, list[Any]]
         np.testing.assert_array_equal(np.asarray(found), ids)
 
 
-def test_a_rank_that_gave_up_ends_the_engine() -> None:
-    exchange = make_exchanges(memory(), 2, "window", SLOTS).channels[0]
-    line = Line(exchange, lambda: [Report(rank=0, peer=1, channel=3, number=77)])
-    config = load_model_config  # no field of it is read
-    comm = GpuRanks.__new__(GpuRanks)
-    comm._stage = line
-    assert config
-    with pytest.raises(
-        EngineDeadError, match="rank 0 of a group waited in vain for rank 1 in collective 77 of channel 3"
-    ):
-        comm.gather_logits(np.zeros((1, 4), np.float32))
+def test_what_was_computed_after_a_rank_gave_up_is_never_taken(one_rank: tuple[Path, list[Any]]) -> None:
+    config = load_model_config(resolve(str(one_rank[0])))
+    job = Job(1, 2, "")
+    comm = job.comm(0, memory(), config)
+    assert comm.settle(lambda: 5) == 5
+    exchange = job.pairs[0][0].alarm
+    exchange[:8] = [1, 0, 0, 0, 2, link_id(1, ROWS), 77, 1500]
+    with pytest.raises(EngineDeadError, match=r"waited 1\.5 s in vain for that of rank 1 in the hand-over 77"):
+        comm.settle(lambda: 5)
 
 
 TRIALS = [

@@ -19,6 +19,7 @@ from engine.comm import failure
 from engine.comm.board import RECORD_BYTES, TEXT_BYTES, Doing, Record, State
 from engine.comm.failure import AgreedError, Followed, Watch
 from engine.comm.launcher import launchers
+from engine.comm.naming import late
 from engine.comm.segment import Segment
 from engine.errors import ConfigError
 
@@ -67,7 +68,7 @@ def job(rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
                 thread.cancel()
 
 
-def late(records: list[Record], number: int, seconds: float) -> None:
+def ago(records: list[Record], number: int, seconds: float) -> None:
     """It has done so for so long."""
     words = records[number]._words
     words[5] -= int(seconds * 1e9)
@@ -75,13 +76,13 @@ def late(records: list[Record], number: int, seconds: float) -> None:
 
 def test_nobody_is_late_while_nobody_waits_long(monkeypatch: pytest.MonkeyPatch) -> None:
     with job(0, 3, monkeypatch) as ranks:
-        assert ranks.watch._late(set()) == ""
+        assert late(ranks.watch._all, set()) == ""
         for record in ranks.records:
             record.announce(4)
             record.begin()
         ranks.records[0].wait()
-        late(ranks.records, 0, 1.9)
-        assert ranks.watch._late(set()) == ""
+        ago(ranks.records, 0, 1.9)
+        assert late(ranks.watch._all, set()) == ""
 
 
 def test_the_rank_that_computes_while_others_wait_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,14 +95,14 @@ def test_the_rank_that_computes_while_others_wait_is_named(monkeypatch: pytest.M
             record.go_on()
         for number in (0, 2):
             ranks.records[number].wait()
-            late(ranks.records, number, 2.5)
-        named = ranks.watch._late(set())
+            ago(ranks.records, number, 2.5)
+        named = late(ranks.watch._all, set())
         assert f"rank 1 (pid {ranks.sleepers[0].pid}) hangs in step 4, collective 1: " in named
         assert "has waited for 2.5 s in step 4, collective 2 (limit 2.0 s)" in named
         ranks.records[0].plan(1.0)
-        assert ranks.watch._late(set()) == ""
-        late(ranks.records, 0, 3.0)
-        assert "(limit 5.0 s)" in ranks.watch._late(set())
+        assert late(ranks.watch._all, set()) == ""
+        ago(ranks.records, 0, 3.0)
+        assert "(limit 5.0 s)" in late(ranks.watch._all, set())
 
 
 def test_a_rank_that_has_not_taken_its_plan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,8 +110,10 @@ def test_a_rank_that_has_not_taken_its_plan_is_named(monkeypatch: pytest.MonkeyP
         ranks.records[0].announce(4)
         ranks.records[0].begin()
         ranks.records[0].wait()
-        late(ranks.records, 0, 3)
-        assert f"rank 1 (pid {ranks.sleepers[0].pid}) hangs, before the first step: rank 0" in ranks.watch._late(set())
+        ago(ranks.records, 0, 3)
+        assert f"rank 1 (pid {ranks.sleepers[0].pid}) hangs, before the first step: rank 0" in late(
+            ranks.watch._all, set()
+        )
 
 
 def test_where_all_wait_the_one_that_is_behind_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,8 +123,8 @@ def test_where_all_wait_the_one_that_is_behind_is_named(monkeypatch: pytest.Monk
             record.begin()
             for _ in range(3 - number):
                 record.wait()
-            late(ranks.records, number, 3)
-        named = ranks.watch._late(set())
+            ago(ranks.records, number, 3)
+        named = late(ranks.watch._all, set())
         assert (
             f"rank 1 (pid {ranks.sleepers[0].pid}) waits for what no other rank does in step 4, collective 2" in named
         )
@@ -135,7 +138,7 @@ def test_a_stopped_rank_is_seen_and_named(monkeypatch: pytest.MonkeyPatch) -> No
         sleeper.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
         assert ranks.watch._stopped() == {1}
-        assert f"rank 1 (pid {sleeper.pid}) has been stopped for 2.5 s" in ranks.watch._late({1})
+        assert f"rank 1 (pid {sleeper.pid}) has been stopped for 2.5 s" in late(ranks.watch._all, {1})
 
 
 @pytest.mark.parametrize(
@@ -166,7 +169,7 @@ def test_a_rank_that_is_done_may_go(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ranks.watch._dead([ranks.watch._files[1]], dead) == ""
         assert ranks.watch._missed(dead) == ""
         ranks.records[0].meet()
-        late(ranks.records, 0, 3)
+        ago(ranks.records, 0, 3)
         assert "has ended, and others wait for it" in ranks.watch._missed(dead)
 
 

@@ -23,7 +23,7 @@ from conformance.engine_run import make_runner, run_step, shuffled_blocks
 from conformance.tolerance import RULE
 from engine.checkpoint.loader import load_model_config
 from engine.checkpoint.source import resolve
-from engine.comm.communicator import OneRank
+from engine.comm.communicator import OneRank, StepSum
 from engine.kv_cache import KVCache
 from engine.ops import OpTable
 from engine.weights import Norm
@@ -156,11 +156,11 @@ class HeardRank(OneRank):
         super().__init__(ops)
         self._recorder = recorder
 
-    def reduce_add_norm(self, partial: Array, residual: Array, norm: Norm) -> tuple[Array, Array]:
+    def reduce_add_norm(self, partial: Array, residual: Array, norm: Norm, which: StepSum) -> tuple[Array, Array]:
         layer, kind = self._recorder.layer, self._recorder.piece.rpartition(".")[2]
         added, total = ("attn_out", "attn_residual") if kind == "attention" else ("mlp_out", "residual")
         self._recorder.keep(f"{layer}.{added}", partial)
-        hidden, residual = super().reduce_add_norm(partial, residual, norm)
+        hidden, residual = super().reduce_add_norm(partial, residual, norm, which)
         self._recorder.keep(f"{layer}.{total}", residual)
         self._recorder.num_done += 1
         return hidden, residual

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.batch import ForwardBatch, StepPlan, build_batch, token_positions, token_sequences
-from engine.comm.communicator import Communicator
+from engine.comm.communicator import Communicator, StepSum
 from engine.comm.side import InOrder, Side
 from engine.halves import Halving, in_halves
 from engine.kv_cache import KVCache
@@ -86,12 +86,13 @@ class EagerForward:
         if batch.halves is not None:
             return self._in_halves(batch.halves, residual)
         hidden = comm.norm(residual, self._norms[0])
-        for piece, norm in zip(pieces, self._norms[1:], strict=False):
+        sums = self._sums(0)
+        for piece, norm, which in zip(pieces, self._norms[1:], sums, strict=False):
             partial = piece.forward(hidden, batch, self._cache)
-            hidden, residual = comm.reduce_add_norm(partial, residual, norm)
+            hidden, residual = comm.reduce_add_norm(partial, residual, norm, which)
         if comm.is_last:
             return hidden
-        residual = comm.reduce_add(pieces[-1].forward(hidden, batch, self._cache), residual)
+        residual = comm.reduce_add(pieces[-1].forward(hidden, batch, self._cache), residual, sums[-1])
         comm.send(residual)
         return residual
 
@@ -105,20 +106,26 @@ class EagerForward:
         num_first = halves[0].num_tokens
         states = [(comm.norm(part, self._norms[0]), part) for part in (residual[:num_first], residual[num_first:])]
         ready: list[Callable[[], Any]] = [lambda state=state: state for state in states]  # type: ignore[misc]
-        for piece, norm in zip(pieces, self._norms[1:], strict=False):
+        sums = list(zip(self._sums(0), self._sums(num_first), strict=True))
+        for piece, norm, which in zip(pieces, self._norms[1:], sums, strict=False):
             for half, batch in enumerate(halves):
                 hidden, residual = ready[half]()
                 partial_sum = piece.forward(hidden, batch, self._cache)
-                ready[half] = side.start(partial(comm.reduce_add_norm, partial_sum, residual, norm))
+                ready[half] = side.start(partial(comm.reduce_add_norm, partial_sum, residual, norm, which[half]))
         if comm.is_last:
             return side.join(*(take()[0] for take in ready))
         for half, batch in enumerate(halves):
             hidden, residual = ready[half]()
             partial_sum = pieces[-1].forward(hidden, batch, self._cache)
-            ready[half] = side.start(partial(comm.reduce_add, partial_sum, residual))
+            ready[half] = side.start(partial(comm.reduce_add, partial_sum, residual, sums[-1][half]))
         residual = side.join(*(take() for take in ready))
         comm.send(residual)
         return residual
+
+    def _sums(self, first_row: int) -> list[StepSum]:
+        """One a piece, of the rows of a step from first_row on."""
+        last = len(self._model.pieces) - 1
+        return [StepSum(first_row, is_first=number == 0, is_last=number == last) for number in range(last + 1)]
 
     def rows(self, hidden: Array, indices: NDArray[np.int32]) -> Array:
         return hidden[indices]

@@ -4,6 +4,7 @@ end; no model does."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from engine.comm.alarm import Alarms
@@ -12,6 +13,22 @@ from engine.weights import Norm
 
 Array = Any
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StepSum:
+    """Which sum it is, of those that a stage's pieces ask for in a step.
+
+    first_row: among the step's rows, of those that are added up: all, or a half, whose sums are a row of their own.
+    is_first, is_last: of these rows.
+    """
+
+    first_row: int
+    is_first: bool
+    is_last: bool
+
+
+ALONE = StepSum(0, is_first=True, is_last=True)
 
 
 class Communicator(Protocol):
@@ -35,11 +52,11 @@ class Communicator(Protocol):
         piece."""
         ...
 
-    def reduce_add_norm(self, partial: Array, residual: Array, norm: Norm) -> tuple[Array, Array]:
+    def reduce_add_norm(self, partial: Array, residual: Array, norm: Norm, which: StepSum) -> tuple[Array, Array]:
         """(norm(sum of partials + residual), sum of partials + residual), each [num_tokens, hidden_size]."""
         ...
 
-    def reduce_add(self, partial: Array, residual: Array) -> Array:
+    def reduce_add(self, partial: Array, residual: Array, which: StepSum) -> Array:
         """Sum of partials + residual, [num_tokens, hidden_size]: what leaves a stage that is not the last."""
         ...
 
@@ -93,14 +110,14 @@ class OneRank:
             return self._ops.norm_quant(x, norm.weight, norm.eps, norm.into)
         return self._ops.rmsnorm(x, norm.weight, norm.eps)
 
-    def reduce_add_norm(self, partial: Array, residual: Array, norm: Norm) -> tuple[Array, Array]:
+    def reduce_add_norm(self, partial: Array, residual: Array, norm: Norm, which: StepSum) -> tuple[Array, Array]:
         if norm.kind == "layernorm":
             return self._ops.add_layernorm(partial, residual, norm.weight, norm.bias, norm.eps)
         if norm.into is not None:
             return self._ops.add_norm_quant(partial, residual, norm.weight, norm.eps, norm.into)
         return self._ops.add_rmsnorm(partial, residual, norm.weight, norm.eps)
 
-    def reduce_add(self, partial: Array, residual: Array) -> Array:
+    def reduce_add(self, partial: Array, residual: Array, which: StepSum) -> Array:
         return partial + residual
 
     def send(self, residual: Array) -> None:

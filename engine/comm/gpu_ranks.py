@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from engine.comm.alarm import Alarm, Alarms
-from engine.comm.communicator import OneRank
+from engine.comm.communicator import OneRank, StepSum
 from engine.comm.ways import Plan, Way
 from engine.config import ModelConfig, ParallelConfig
 from engine.kernels.all_gather import all_gather
@@ -71,13 +71,13 @@ class GpuRanks:
     def norm(self, x: Array, norm: Norm) -> Array:
         return self._one.norm(x, norm)
 
-    def reduce_add_norm(self, partial: Array, residual: Array, norm: Norm) -> tuple[Array, Array]:
+    def reduce_add_norm(self, partial: Array, residual: Array, norm: Norm, which: StepSum) -> tuple[Array, Array]:
         if self._stage is None:
-            return self._one.reduce_add_norm(partial, residual, norm)
+            return self._one.reduce_add_norm(partial, residual, norm, which)
         residual = self._sum(partial, residual)
         return self._one.norm(residual, norm), residual
 
-    def reduce_add(self, partial: Array, residual: Array) -> Array:
+    def reduce_add(self, partial: Array, residual: Array, which: StepSum) -> Array:
         return self._sum(partial, residual)
 
     def send(self, residual: Array) -> None:
@@ -116,5 +116,5 @@ class GpuRanks:
 
     def _sum(self, partial: Array, residual: Array | None) -> Array:
         if self._stage is None or self._plan is None:
-            return partial if residual is None else self._one.reduce_add(partial, residual)
+            return partial if residual is None else partial + residual
         return self._ways[self._plan.way(int(partial.nbytes))].sum(partial, residual)

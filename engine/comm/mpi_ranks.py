@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from engine.comm.alarm import Alarms
-from engine.comm.communicator import OneRank
+from engine.comm.communicator import ALONE, OneRank, StepSum
 from engine.comm.mpi_sums import Float32, MpiComm, Request, WireFormat, make_sum, wait
 from engine.config import ModelConfig, ParallelConfig
 from engine.ops import OpTable
@@ -22,7 +22,7 @@ class MpiRanks:
     """See engine.comm.communicator.Communicator. Activations are float32, whatever the wire is.
 
     Sums between pieces go over a wire of the given format; those of the embedding, of which each token's comes from one
-    rank, the way between stages and the logits are always exact.
+    rank, the way between stages and the logits are always exact, and as int8 the last sum of a stage.
     """
 
     shares_ids = False  # a step ends before it is known anyway
@@ -47,16 +47,16 @@ class MpiRanks:
         self._sending: tuple[Request, Array] | None = None  # with what is sent, which must stay
 
     def reduce(self, partial: Float32) -> Float32:
-        return self._exact_sum(partial)
+        return self._exact_sum(partial, ALONE)
 
     def norm(self, x: Float32, norm: Norm) -> Array:
         return self._one.norm(x, norm)
 
-    def reduce_add_norm(self, partial: Float32, residual: Float32, norm: Norm) -> tuple[Array, Array]:
-        return self._one.reduce_add_norm(self._sum(partial), residual, norm)
+    def reduce_add_norm(self, partial: Float32, residual: Float32, norm: Norm, which: StepSum) -> tuple[Array, Array]:
+        return self._one.reduce_add_norm(self._sum(partial, which), residual, norm, which)
 
-    def reduce_add(self, partial: Float32, residual: Float32) -> Array:
-        return self._sum(partial) + residual
+    def reduce_add(self, partial: Float32, residual: Float32, which: StepSum) -> Array:
+        return self._sum(partial, which) + residual
 
     def send(self, residual: Float32) -> None:
         """Waits for the residual of the step before to be taken, not for this one."""

@@ -1,7 +1,7 @@
 """Sums over CPU ranks, with MPI as the wire: in rank order, in float32, the same bits on every rank.
 
-Defined by ref.collectives.all_reduce and ref.int8_all_reduce. In one shot every rank sends all to all and adds; in two
-each adds a piece and sends its sum round, which for many ranks and large arrays is less to send.
+Defined by ref.collectives.all_reduce, ref.int8_all_reduce and ref.int8_feedback. In one shot every rank sends all to
+all and adds; in two each adds a piece and sends its sum round, which for many ranks and large arrays is less to send.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.comm.communicator import StepSum
 from ref.collectives import split_ranges
 from ref.int8_all_reduce import (
     GROUP,
@@ -25,11 +26,14 @@ from ref.int8_all_reduce import (
     sum_slice,
     to_groups,
 )
+from ref.int8_feedback import CARRIED
+from ref.numerics import round_to
 
 Float32 = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 WireFormat = Literal["float32", "bfloat16", "int8", "int8-plain"]
-Sum = Callable[[Float32], Float32]  # what this rank brings [num_tokens, hidden_size] → the sum over ranks
+# what this rank brings [num_tokens, hidden_size], and to which sum → the sum over ranks
+Sum = Callable[[Float32, StepSum], Float32]
 
 # Bytes that a rank may receive in one shot. Of 4 ranks on two cores one shot takes 5.4 ms where two take 7.4 for
 # 256 KiB, 15.1 and 16.7 for 1 MiB, 39.8 and 38.9 for 4 MiB; with 2 ranks it is never slower.
@@ -71,17 +75,19 @@ def wait(request: Request) -> None:
 
 
 def make_sum(comm: MpiComm, wire: WireFormat) -> Sum:
-    """The sum over the ranks of comm. bfloat16: what is sent, and the sum, is rounded to it. int8: as
-    ref.int8_all_reduce does, int8-plain: without rotation."""
+    """The sum over the ranks of comm. bfloat16: what is sent, and the sum, is rounded to it. int8: see FeedbackSum.
+    int8-plain: as ref.int8_all_reduce does without rotation."""
     if comm.size == 1:
-        return lambda partial: partial
-    if wire in ("int8", "int8-plain"):
-        return partial(int8_sum, comm, rotate=wire == "int8")
+        return lambda partial, which: partial
+    if wire == "int8":
+        return FeedbackSum(comm)
+    if wire == "int8-plain":
+        return partial(plain_int8_sum, comm)
     dtype = np.dtype(np.float32 if wire == "float32" else ml_dtypes.bfloat16)
     return partial(float_sum, comm, dtype)
 
 
-def float_sum(comm: MpiComm, dtype: np.dtype[Any], shard: Float32) -> Float32:
+def float_sum(comm: MpiComm, dtype: np.dtype[Any], shard: Float32, which: StepSum) -> Float32:
     """What ref.collectives.all_reduce gives of shards in dtype."""
     sent = np.ascontiguousarray(shard, dtype)
     if (comm.size - 1) * sent.nbytes <= ONE_SHOT_BYTES:
@@ -93,20 +99,46 @@ def float_sum(comm: MpiComm, dtype: np.dtype[Any], shard: Float32) -> Float32:
     return _spread(comm, _bytes(total), pieces).view(dtype).reshape(shard.shape).astype(np.float32, copy=False)
 
 
-def int8_sum(comm: MpiComm, shard: Float32, rotate: bool) -> Float32:
-    """What ref.int8_all_reduce.int8_all_reduce gives."""
-    groups = to_groups(shard, rotate)
+def plain_int8_sum(comm: MpiComm, shard: Float32, which: StepSum) -> Float32:
+    """What ref.int8_all_reduce.int8_all_reduce gives without rotation."""
+    summed, _ = _int8_sum(comm, to_groups(shard, rotate=False))
+    return from_groups(summed, *shard.shape, rotate=False)
+
+
+class FeedbackSum:
+    """What ref.int8_feedback.int8_feedback_all_reduce gives, sum after sum; the last one of a step is exact."""
+
+    def __init__(self, comm: MpiComm) -> None:
+        self._comm = comm
+        self._carried: dict[int, Float32] = {}  # by StepSum.first_row
+
+    def __call__(self, shard: Float32, which: StepSum) -> Float32:
+        carried = self._carried.pop(which.first_row, None)
+        if which.is_last:
+            return float_sum(self._comm, np.dtype(np.float32), shard, which)
+        groups = to_groups(shard, rotate=True)
+        if not which.is_first:
+            groups = groups + carried
+        summed, left_out = _int8_sum(self._comm, groups)
+        self._carried[which.first_row] = round_to(left_out, CARRIED)
+        return from_groups(summed, *shard.shape, rotate=True)
+
+
+def _int8_sum(comm: MpiComm, groups: Float32) -> tuple[Float32, Float32]:
+    """The sum of all ranks' groups [num_groups, 32], and what this rank has left out of it."""
     owned = split_ranges(len(groups), comm.size)
     pieces = [GROUP_BYTES * len(part) for part in owned]
+    own = slice(owned[comm.rank].start, owned[comm.rank].stop)
     q, scale = quantize_groups(groups)
     packed = [_pack(q[part.start : part.stop], scale[part.start : part.stop]) for part in owned]
     arrived = [_unpack(row) for row in _exchange(comm, np.concatenate(packed), pieces)]
-    mine = groups[owned[comm.rank].start : owned[comm.rank].stop]
-    total = sum_slice(comm.rank, slice(None), [mine] * comm.size, arrived)
+    total = sum_slice(comm.rank, slice(None), [groups[own]] * comm.size, arrived)
     parts = np.split(_spread(comm, _pack(*quantize_groups(total)), pieces), np.cumsum(pieces)[:-1])
     summed = np.concatenate([dequantize_groups(*_unpack(part)) for part in parts])
-    num_tokens, hidden_size = shard.shape
-    return from_groups(summed, num_tokens, hidden_size, rotate)
+    with np.errstate(invalid="ignore"):  # inf less NaN
+        left_out = groups - dequantize_groups(q, scale)
+        left_out[own] = total - summed[own]
+    return summed, left_out
 
 
 def _add(arrived: NDArray[Any]) -> Float32:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from engine.comm.board import Record
-from engine.comm.communicator import Communicator
+from engine.comm.communicator import Communicator, StepSum
 from engine.weights import Norm
 
 Array = Any
@@ -30,15 +30,15 @@ class Numbered:
         self._record.go_on()
         return total
 
-    def reduce_add_norm(self, partial: Array, residual: Array, norm: Norm) -> tuple[Array, Array]:
+    def reduce_add_norm(self, partial: Array, residual: Array, norm: Norm, which: StepSum) -> tuple[Array, Array]:
         self._record.wait()
-        both = self._comm.reduce_add_norm(partial, residual, norm)
+        both = self._comm.reduce_add_norm(partial, residual, norm, which)
         self._record.go_on()
         return both
 
-    def reduce_add(self, partial: Array, residual: Array) -> Array:
+    def reduce_add(self, partial: Array, residual: Array, which: StepSum) -> Array:
         self._record.wait()
-        total = self._comm.reduce_add(partial, residual)
+        total = self._comm.reduce_add(partial, residual, which)
         self._record.go_on()
         return total
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from engine.batch import ForwardBatch, StepPlan, build_batch, token_positions, token_sequences
 from engine.checkpoint.text import load_text
-from engine.comm.communicator import OneRank
+from engine.comm.communicator import ALONE, OneRank
 from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.kv_cache import CacheSpec, KVCache, make_kv_cache
@@ -139,7 +139,7 @@ def walk(model: SourceModel, layers: Model, windows: Windows) -> Iterator[tuple[
     for piece, norm in zip(layers.pieces, norms[1:], strict=True):
         partial = piece.forward(hidden, batch, cache)
         yield piece, hidden
-        hidden, residual = comm.reduce_add_norm(partial, residual, norm)
+        hidden, residual = comm.reduce_add_norm(partial, residual, norm, ALONE)
     yield None, hidden
 
 

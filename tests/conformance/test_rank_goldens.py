@@ -75,7 +75,7 @@ def test_a_part_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def deaf(comm: Any, wire: Any) -> Any:
         add = plain(comm, wire)
-        return lambda part: add(part * np.float32(comm.rank != 2))
+        return lambda part, which: add(part * np.float32(comm.rank != 2), which)
 
     monkeypatch.setattr(mpi_ranks, "make_sum", deaf)
     (said,) = over_threads("llama3", "TP3")

@@ -15,7 +15,7 @@ from conformance.end_to_end import CHUNKS, make_model, model_prompts
 from conformance.engine_run import HALVED, Prompts, make_runner, run_chunks
 from conformance.ranks.splits import SPLITS, split_model
 from engine.batch import ForwardBatch, StepPlan, build_batch
-from engine.comm.communicator import OneRank
+from engine.comm.communicator import OneRank, StepSum
 from engine.halves import NEVER, Halving, first_that_pays, in_halves, split_batch
 from engine.ops import OpTable, cpu_ops
 from engine.weights import Norm
@@ -193,9 +193,10 @@ class Noted(OneRank):
         self._said.append(f"embed {len(partial)}")
         return super().reduce(partial)
 
-    def reduce_add_norm(self, partial: Array, residual: Array, norm: Norm) -> tuple[Array, Array]:
-        self._said.append(f"sum {len(partial)}")
-        return super().reduce_add_norm(partial, residual, norm)
+    def reduce_add_norm(self, partial: Array, residual: Array, norm: Norm, which: StepSum) -> tuple[Array, Array]:
+        place = " first" * which.is_first + " last" * which.is_last
+        self._said.append(f"sum {which.first_row}:{len(partial)}{place}")
+        return super().reduce_add_norm(partial, residual, norm, which)
 
 
 class Late:
@@ -237,7 +238,9 @@ def test_sums_of_one_half_go_under_the_other_one() -> None:
         found = run_chunks(runner, prompts, (5,), HALVED)
         whole = run_chunks(make_runner(folder, cpu_ops(), prompts), prompts, (5,))
     pieces = len(runner.model.pieces)
-    assert said == ["embed 5", "start", "start", *["sum 2", "start", "sum 3", "start"] * (pieces - 1), "sum 2", "sum 3"]
+    between = ["sum 0:2", "start", "sum 2:3", "start"] * (pieces - 2)
+    first, last = ["sum 0:2 first", "start", "sum 2:3 first", "start"], ["sum 0:2 last", "sum 2:3 last"]
+    assert said == ["embed 5", "start", "start", *first, *between, *last]
     np.testing.assert_allclose(found[0], whole[0], rtol=0, atol=1e-5)
 
 

@@ -50,8 +50,10 @@ def in_a_thread() -> None:
     threading.Thread(target=raising(PlantedError("in a thread")), name="helper").start()
 
 
-def slightly_off(self: MpiRanks, partial: Any, residual: Any, norm: Any, usual: Any = MpiRanks.reduce_add_norm) -> Any:
-    hidden, total = usual(self, partial, residual, norm)
+def slightly_off(
+    self: MpiRanks, partial: Any, residual: Any, norm: Any, which: Any, usual: Any = MpiRanks.reduce_add_norm
+) -> Any:
+    hidden, total = usual(self, partial, residual, norm, which)
     return hidden + np.float32(1e-4), total
 
 

@@ -9,12 +9,13 @@ from mpi4py import MPI
 
 from conformance.golden_models import llama_config
 from engine.comm import mpi_sums
+from engine.comm.communicator import ALONE
 from engine.comm.mpi_ranks import MpiRanks
 from engine.comm.mpi_sums import make_sum
 from engine.config import ParallelConfig
 from engine.model_config.read import model_config_from_hf
 from engine.ops import cpu_ops
-from tests.engine.comm.test_mpi_sums import SHAPES, expected, shards
+from tests.engine.comm.test_mpi_sums import SHAPES, STEP, expected, shards
 
 LARGE = (300, 1000)  # 1.2 MB: sent when the other side is ready
 
@@ -26,8 +27,9 @@ def sums() -> None:
         for wire in ("float32", "bfloat16", "int8", "int8-plain"):
             for shape in (*SHAPES, LARGE):
                 arrays = shards(world.size, shape)
-                found = make_sum(world, wire)(arrays[world.rank])
-                np.testing.assert_array_equal(found, expected(wire, arrays), f"{wire} {shape}")
+                add = make_sum(world, wire)
+                for which, wanted in zip(STEP, expected(wire, arrays), strict=True):
+                    np.testing.assert_array_equal(add(arrays[world.rank], which), wanted, f"{wire} {shape} {which}")
 
 
 def stages() -> None:
@@ -39,7 +41,7 @@ def stages() -> None:
     assert (comm.is_first, comm.is_last) == (world.rank >= world.size - 2, world.rank < 2)
     for step in range(4):
         residual = np.full((300, 1000), step, np.float32) if comm.is_first else comm.receive(300)
-        residual = comm.reduce_add(np.full((300, 1000), 1 + parallel.tp_rank, np.float32), residual)
+        residual = comm.reduce_add(np.full((300, 1000), 1 + parallel.tp_rank, np.float32), residual, ALONE)
         if not comm.is_last:
             comm.send(residual)
             continue

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from conformance.golden_models import llama_config
-from engine.comm.communicator import Communicator, OneRank
+from engine.comm.communicator import ALONE, Communicator, OneRank
 from engine.comm.mpi_ranks import MpiRanks
 from engine.comm.mpi_sums import WireFormat
 from engine.config import ParallelConfig
@@ -17,7 +17,7 @@ from engine.model_config.read import model_config_from_hf
 from engine.ops import cpu_ops
 from engine.weights import Norm
 from ref.rmsnorm import rmsnorm
-from tests.engine.comm.test_mpi_sums import expected, shards
+from tests.engine.comm.test_mpi_sums import STEP, expected, shards
 from tests.engine.rank_threads import ThreadComm, on_ranks
 from tests.mpi import mpirun
 
@@ -35,23 +35,26 @@ def make(comm: ThreadComm, tp: int, pp: int, wire: WireFormat = "float32") -> Mp
     return MpiRanks(cpu_ops(), comm, ParallelConfig(comm.rank, tp, pp), CONFIG, wire)
 
 
-@pytest.mark.parametrize("wire", ["float32", "int8"])
+@pytest.mark.parametrize("wire", ["float32", "int8", "int8-plain"])
 def test_sums_are_added_and_normed(wire: WireFormat) -> None:
     """What the embedding gives is exact whatever the wire is."""
     partials, (residual,) = shards(3, (5, 48)), shards(1, (5, 48), seed=1)
     weight = np.linspace(0.5, 1.5, 48, dtype=np.float32)
 
-    def work(comm: ThreadComm) -> tuple[Array, Array, Array, Array]:
+    def work(comm: ThreadComm) -> tuple[list[tuple[Array, Array]], Array, Array]:
         ranks = make(comm, 3, 1, wire)
-        hidden, total = ranks.reduce_add_norm(partials[comm.rank], residual.copy(), Norm(weight, 1e-6))
-        return hidden, total, ranks.reduce_add(partials[comm.rank], residual), ranks.reduce(partials[comm.rank])
+        part, norm = partials[comm.rank], Norm(weight, 1e-6)
+        embedded = ranks.reduce(part)
+        normed = [ranks.reduce_add_norm(part, residual.copy(), norm, which) for which in STEP[:-1]]
+        return normed, ranks.reduce_add(part, residual, STEP[-1]), embedded
 
-    total = expected(wire, partials) + residual
-    for hidden, summed, added, embedded in on_ranks(3, work):
-        np.testing.assert_array_equal(summed, total)
-        np.testing.assert_array_equal(added, total)
-        np.testing.assert_array_equal(embedded, expected("float32", partials))
-        np.testing.assert_allclose(hidden, rmsnorm(total, weight, 1e-6), rtol=1e-6)
+    totals = [total + residual for total in expected(wire, partials)]
+    for normed, added, embedded in on_ranks(3, work):
+        for (hidden, summed), total in zip(normed, totals, strict=False):
+            np.testing.assert_array_equal(summed, total)
+            np.testing.assert_allclose(hidden, rmsnorm(total, weight, 1e-6), rtol=1e-6)
+        np.testing.assert_array_equal(added, totals[-1])
+        np.testing.assert_array_equal(embedded, expected("float32", partials)[0])
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 8])
@@ -119,7 +122,7 @@ def test_one_rank_is_all_stages() -> None:
     assert one.gather_logits(x) is x
     assert one.share_ids(x, 2) is x
     one.close()
-    np.testing.assert_array_equal(one.reduce_add(x, x), x + x)
+    np.testing.assert_array_equal(one.reduce_add(x, x, ALONE), x + x)
     for call in (lambda: one.send(x), lambda: one.receive(2)):
         with pytest.raises(NotImplementedError, match="first stage and the last"):
             call()

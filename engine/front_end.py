@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -25,7 +24,7 @@ from engine.messages import (
 )
 
 BACKLOG = 2048
-LINGER_S = 1.0  # after the engine died: /health says so meanwhile
+TOLD_S = 0.2  # for a message to be taken by the system
 STOP_S = 5.0  # for the process to end by itself
 
 
@@ -60,7 +59,7 @@ class FrontEnd:
         theirs.close()
         listener.close()
         self.inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()  # None: the process is gone
-        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[bytes | threading.Event | None] = queue.SimpleQueue()
         for name, target in (("front-end-reader", self._read), ("front-end-writer", self._write)):
             threading.Thread(target=target, name=name, daemon=True).start()
         self.send(FrontEndSettings(config.api_key, config.root_path, config.allowed_origins))
@@ -70,9 +69,11 @@ class FrontEnd:
         self._outbox.put(frame(message))
 
     def say_dead(self, reason: str) -> None:
-        """The engine cannot go on: clients are told, and there is time for them to hear it."""
+        """The engine cannot go on: when this returns its clients will hear it, whatever becomes of this process."""
         self.send(Died(reason))
-        time.sleep(LINGER_S)
+        written = threading.Event()
+        self._outbox.put(written)
+        written.wait(TOLD_S)
 
     def close(self) -> int:
         """Waits for the process to end after Stop, ends it if it does not, and returns its exit code."""
@@ -99,5 +100,8 @@ class FrontEnd:
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):
-            while (data := self._outbox.get()) is not None:
-                self._sock.sendall(data)
+            while (item := self._outbox.get()) is not None:
+                if isinstance(item, threading.Event):
+                    item.set()
+                else:
+                    self._sock.sendall(item)

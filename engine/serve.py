@@ -44,6 +44,7 @@ from engine.options import parse_args
 logger = logging.getLogger(__name__)
 
 IDLE_S = 0.5  # how long an idle loop sleeps before it looks at signals again
+LINGER_S = 1.0  # after the engine has died: /health says so meanwhile
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -177,6 +178,7 @@ def serve(config: EngineConfig, ranks: Ranks) -> None:
         front_end.close()
     except EngineDeadError as error:
         front_end.say_dead(str(error))
+        time.sleep(LINGER_S)
         raise
     finally:
         front_end.kill()

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 0.1  # between two looks at the board
 SILENT_S = 1.0  # a rank that has not beaten for so long may be stopped
-LINGER_S = 1.0  # for the front end to tell its clients
+LINGER_S = 1.0  # while /health says that the engine is dead
 PATIENCE_S = 3.0  # of a rank that waits to be ended by the one who names
 
 
@@ -102,11 +102,13 @@ class Watch:
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()  # another thread is at it
         if reason:
+            self.tell(reason)  # before MPICH's launcher reads the line below, sees who is dead, and kills this rank too
+        self.alarms.give()  # a process whose kernels wait takes longer to end
+        if reason:
             logger.error("%s; all ranks end", reason)
-            self.tell(reason)
+            time.sleep(LINGER_S)
         self.mine.end(State.LEAVING)
         threading.Timer(PATIENCE_S, os._exit, (code or 1,)).start()
-        self.alarms.give()  # a process whose kernels wait takes longer to end
         for file in self._files.values():
             with suppress(OSError):
                 signal.pidfd_send_signal(file, signal.SIGKILL)

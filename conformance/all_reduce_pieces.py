@@ -94,7 +94,7 @@ def reference(
         if wire == "numbers":
             total = collectives.all_reduce(shards, storage)[0]
         else:
-            total = int8_all_reduce(shards, rotate=wire == "rotated")[0]
+            total = int8_all_reduce(shards, rotate=wire == "rotated", owners=True)[0]
         for rank in range(x.shape[1]):
             whole = total if residual is None else total + residual[call, rank, :num_tokens]
             outputs[f"sum_{call}_rank_{rank}"] = round_to(whole, storage)

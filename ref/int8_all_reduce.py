@@ -11,6 +11,9 @@ scale, and each rank owns a run of the groups:
     gather      q and scale of each sum go to all ranks
     dequantize  x = H (q · scale), on the owner too, from what it sent: all ranks end with the same bits
 
+Without owners each rank sends all its groups to all others, and all sum what was sent, their own codes too: one trip
+for two, and one rounding fewer. Of two ranks it is as many bytes, so two ranks have no owners.
+
 rotate=False leaves H out: the plain form. Relative error of four ranks of Gaussian noise: 0.7 % either way; with one
 channel of each group 50 times as large, as hidden states have them, 1.7 % plain and 0.36 % rotated.
 
@@ -109,12 +112,15 @@ def from_groups(groups: Floats, num_tokens: int, hidden_size: int, rotate: bool)
     return x.reshape(num_tokens, -(-hidden_size // GROUP) * GROUP)[:, :hidden_size]
 
 
-def int8_all_reduce(shards: Sequence[Array], *, rotate: bool = True, storage: str | None = None) -> list[Array]:
+def int8_all_reduce(
+    shards: Sequence[Array], *, rotate: bool = True, owners: bool | None = None, storage: str | None = None
+) -> list[Array]:
     """The sum over all ranks on every rank, about as exact as 8 bits a group of 32 allow, for half the bytes.
 
     Args:
         shards: one [num_tokens, hidden_size] a rank, of one floating dtype; taken as float32.
         rotate: whether groups are rotated; the better choice for hidden states, which have outlier channels.
+        owners: whether groups have owners that sum them; None: of more than two ranks they have.
         storage: see round_to; the type to which the result is rounded at the end.
     Returns:
         One [num_tokens, hidden_size] a rank, in the shards' dtype; the same bits on all ranks.
@@ -129,15 +135,38 @@ def int8_all_reduce(shards: Sequence[Array], *, rotate: bool = True, storage: st
     num_tokens, hidden_size = shards[0].shape
     if len(shards) == 1:
         return [round_to(shards[0], storage).copy()]
-    groups = [to_groups(shard, rotate) for shard in shards]
-    sent = [quantize_groups(group) for group in groups]
-    slices = split_ranges(len(groups[0]), len(shards))
-    sums = [sum_slice(rank, slice(owned.start, owned.stop), groups, sent) for rank, owned in enumerate(slices)]
-    # every rank, the owners too, goes on from what was sent
-    summed = np.concatenate([dequantize_groups(*quantize_groups(part)) for part in sums])
+    summed, _ = sum_groups([to_groups(shard, rotate) for shard in shards], owners)
     x = from_groups(summed, num_tokens, hidden_size, rotate)
     result = round_to(x, storage).astype(shards[0].dtype)
     return [result.copy() for _ in shards]
+
+
+def sum_groups(groups: Sequence[Floats], owners: bool | None = None) -> tuple[Floats, list[Floats]]:
+    """What all ranks have in the end, and what each has left out of it.
+
+    Args:
+        groups: [num_groups, 32] float32 of each rank.
+        owners: as for int8_all_reduce.
+    Returns:
+        The sums, [num_groups, 32] float32, as they were dequantized. Of each rank [num_groups, 32] float32: what it
+        rounded off its groups, or, where it owns them, off their sum.
+    """
+    sent = [quantize_groups(group) for group in groups]
+    arrived = [dequantize_groups(*codes) for codes in sent]
+    with np.errstate(invalid="ignore", over="ignore"):  # what overflows is NaN when it is quantized
+        left_out = [group - part for group, part in zip(groups, arrived, strict=True)]
+        if owners is False or (owners is None and len(groups) == 2):
+            total = np.zeros_like(groups[0])
+            for part in arrived:
+                total = total + part
+            return total, left_out
+        sums = []
+        for rank, owned in enumerate(split_ranges(len(groups[0]), len(groups))):
+            here = slice(owned.start, owned.stop)
+            total = sum_slice(rank, here, groups, sent)
+            sums.append(dequantize_groups(*quantize_groups(total)))  # the owner, too, goes on from what it sends
+            left_out[rank][here] = total - sums[-1]
+        return np.concatenate(sums), left_out
 
 
 def sum_slice(rank: int, owned: slice, groups: Sequence[Floats], sent: Sequence[Quantized]) -> Floats:

@@ -6,6 +6,7 @@ each element at most scale · (1/2 + 2⁻¹⁶) < a/252. With a_r of rank r, u =
 
     sum         e₁ = Σ_{r≠o} a_r/252  +  γ Σ_r a_r (1 + 1/252)      γ = (n−1)u / (1 − (n−1)u), of the float32 sums
     requantize  e₂ = e₁ + (|sum| + e₁)/252                   |sum| is the largest magnitude of the exact sum
+    no owners   all a_r/252 are in e₁, and e₂ = e₁
     rotated     all of this holds in the rotated space. H is orthonormal, so the error of a group has there and here
                 the same Euclidean length, at most √32 e₂, and no element can be off by more than that. Each rotation
                 adds float32 rounding: at most 8 u ‖·‖₁/√32 an element (five sums, one product, the rounded 1/√32).
@@ -37,11 +38,11 @@ UNIT = 2.0**-24  # the relative error of one float32 operation
 TRIP = 1 / 252  # of a group's largest magnitude: what one trip may cost an element
 
 
-def error_bound(shards: Sequence[Array], *, rotate: bool = True) -> NDArray[np.float64]:
+def error_bound(shards: Sequence[Array], *, rotate: bool = True, owners: bool | None = None) -> NDArray[np.float64]:
     """How far any element of int8_all_reduce may be from the exact sum, before the last rounding.
 
     Args:
-        shards: as for int8_all_reduce; float64 ones are rounded to float32 first, which is counted.
+        shards, rotate, owners: as for int8_all_reduce; float64 shards are rounded to float32 first, which is counted.
     Returns:
         [num_tokens, hidden_size] float64, the same number for all elements of a group.
     Raises:
@@ -56,14 +57,15 @@ def error_bound(shards: Sequence[Array], *, rotate: bool = True) -> NDArray[np.f
     taken = [to_groups(shard, False).astype(np.float64) for shard in shards]
     largest = np.array([np.max(np.abs(group), axis=1) for group in exact])  # [world_size, num_groups]
     owner = np.repeat(np.arange(world_size), split_sizes(len(taken[0]), world_size))
-    foreign = np.arange(world_size)[:, None] != owner[None, :]
+    has_owners = world_size > 2 if owners is None else owners
+    foreign = (np.arange(world_size)[:, None] != owner[None, :]) | (not has_owners)
 
     trips = np.sum(np.where(foreign, np.maximum(largest * TRIP, SMALLEST), 0), axis=0)
     additions = (world_size - 1) * UNIT
     sums = additions / (1 - additions) * np.sum(largest, axis=0) * (1 + TRIP)
     summed = trips + sums
     size = np.max(np.abs(np.sum(exact, axis=0)), axis=1) + summed
-    total = summed + np.maximum(size * TRIP, SMALLEST)
+    total = summed + np.maximum(size * TRIP, SMALLEST) * has_owners
     if rotate:
         there = 8 * UNIT * np.sum(np.abs(taken), axis=(0, 2)) / math.sqrt(GROUP)
         back = 8 * UNIT * math.sqrt(GROUP) * (size + total)

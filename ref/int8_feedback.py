@@ -5,7 +5,7 @@ rank remembers what it has left out of sum k, and adds it to what it brings to s
 
     y   = H x + carried          x: this rank's shard; carried: of the sum before, 0 at the first of a step
     sum                          as in int8_all_reduce.py, of the ranks' y
-    carried = y − q · scale      of groups that it has sent to their owners
+    carried = y − q · scale      of groups that it has sent; without owners of all
     carried = Σ − q · scale      of groups that it owns: what the sum lost when it was quantized again
 
 A group has one of the two on each rank, so [num_groups, 32] hold all. No error is ever lost but that of rounding what
@@ -29,17 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ref.collectives import split_ranges
-from ref.int8_all_reduce import (
-    GROUP,
-    Floats,
-    check_shards,
-    dequantize_groups,
-    from_groups,
-    quantize_groups,
-    sum_slice,
-    to_groups,
-)
+from ref.int8_all_reduce import GROUP, Floats, check_shards, from_groups, sum_groups, to_groups
 from ref.numerics import round_to
 
 Array = NDArray[Any]
@@ -57,6 +47,7 @@ def int8_feedback_all_reduce(
     carried: Sequence[Floats],
     *,
     rotate: bool = True,
+    owners: bool | None = None,
     storage: str | None = None,
     carried_storage: str | None = CARRIED,
 ) -> tuple[list[Array], list[Floats]]:
@@ -66,7 +57,7 @@ def int8_feedback_all_reduce(
         shards: one [num_tokens, hidden_size] a rank, as for int8_all_reduce.
         carried: [num_tokens · ⌈hidden_size/32⌉, 32] float32 of each rank, of rotated groups if rotate: what this gave
             for the sum before, or nothing_carried. Not changed.
-        rotate, storage: as for int8_all_reduce.
+        rotate, owners, storage: as for int8_all_reduce.
         carried_storage: the type to which what is carried is rounded.
     Returns:
         One [num_tokens, hidden_size] a rank, in the shards' dtype, the same bits on all ranks; and the carried of each.
@@ -83,14 +74,6 @@ def int8_feedback_all_reduce(
         return [round_to(shards[0], storage).copy()], [carried[0].copy()]
     with np.errstate(invalid="ignore", over="ignore"):  # see the edge cases
         groups = [to_groups(shard, rotate) + owed for shard, owed in zip(shards, carried, strict=True)]
-        sent = [quantize_groups(group) for group in groups]
-        left_out = [group - dequantize_groups(*codes) for group, codes in zip(groups, sent, strict=True)]
-        parts = []
-        for rank, owned in enumerate(split_ranges(len(groups[0]), len(shards))):
-            here = slice(owned.start, owned.stop)
-            total = sum_slice(rank, here, groups, sent)
-            parts.append(dequantize_groups(*quantize_groups(total)))
-            left_out[rank][here] = total - parts[-1]
-        x = from_groups(np.concatenate(parts), num_tokens, hidden_size, rotate)
-        result = round_to(x, storage).astype(shards[0].dtype)
+        summed, left_out = sum_groups(groups, owners)
+        result = round_to(from_groups(summed, num_tokens, hidden_size, rotate), storage).astype(shards[0].dtype)
         return [result.copy() for _ in shards], [round_to(owed, carried_storage) for owed in left_out]

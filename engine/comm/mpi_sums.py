@@ -125,18 +125,25 @@ class FeedbackSum:
 
 
 def _int8_sum(comm: MpiComm, groups: Float32) -> tuple[Float32, Float32]:
-    """The sum of all ranks' groups [num_groups, 32], and what this rank has left out of it."""
+    """The sum of all ranks' groups [num_groups, 32], and what this rank has left out of it: ref's sum_groups."""
+    q, scale = quantize_groups(groups)
+    with np.errstate(invalid="ignore"):  # inf less NaN
+        left_out = groups - dequantize_groups(q, scale)
+    if comm.size == 2:  # which need no owners
+        sent = _pack(q, scale)
+        both = np.empty((2, sent.size), np.uint8)
+        wait(comm.Iallgather(sent, both))
+        first, second = (dequantize_groups(*_unpack(part)) for part in both)
+        return first + second, left_out
     owned = split_ranges(len(groups), comm.size)
     pieces = [GROUP_BYTES * len(part) for part in owned]
     own = slice(owned[comm.rank].start, owned[comm.rank].stop)
-    q, scale = quantize_groups(groups)
     packed = [_pack(q[part.start : part.stop], scale[part.start : part.stop]) for part in owned]
     arrived = [_unpack(row) for row in _exchange(comm, np.concatenate(packed), pieces)]
     total = sum_slice(comm.rank, slice(None), [groups[own]] * comm.size, arrived)
     parts = np.split(_spread(comm, _pack(*quantize_groups(total)), pieces), np.cumsum(pieces)[:-1])
     summed = np.concatenate([dequantize_groups(*_unpack(part)) for part in parts])
-    with np.errstate(invalid="ignore"):  # inf less NaN
-        left_out = groups - dequantize_groups(q, scale)
+    with np.errstate(invalid="ignore"):
         left_out[own] = total - summed[own]
     return summed, left_out
 

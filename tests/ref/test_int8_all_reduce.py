@@ -140,8 +140,27 @@ def test_trouble_is_not_hidden(bad: float, rotate: bool) -> None:
 
 
 def test_a_sum_that_overflows_is_not_hidden() -> None:
-    out = int8_all_reduce([np.full((1, 32), 3e38, np.float32)] * 2, rotate=False)
-    assert np.isnan(out[0]).all()
+    shards = [np.full((1, 32), 3e38, np.float32)] * 2
+    assert np.isnan(int8_all_reduce(shards, rotate=False, owners=True)[0]).all()
+    assert np.isinf(int8_all_reduce(shards, rotate=False)[0]).all()
+
+
+def test_two_ranks_without_owners_by_hand() -> None:
+    """Both shares are rounded, each once, on both ranks: 0.3 of 127 to 0, 0.6 to 1; their sum is not."""
+    mine, other = one_group(127, 0.3, 0.6, 0), one_group(0, 0.6, 0.3, -127)
+    for out in int8_all_reduce([mine, other], rotate=False):
+        assert out[0, :4].tolist() == [127, 1, 1, -127]
+        assert not out[0, 4:].any()
+
+
+def test_more_ranks_without_owners_add_what_all_have_sent() -> None:
+    shards = list(np.random.default_rng(9).standard_normal((4, 2, 96)).astype(np.float32))
+    arrived = [dequantize_groups(*quantize_groups(to_groups(shard, True))) for shard in shards]
+    total = ((arrived[0] + arrived[1]) + arrived[2]) + arrived[3]
+    out = int8_all_reduce(shards, owners=False)
+    np.testing.assert_array_equal(out[3], from_groups(total, 2, 96, True))
+    assert (out[0] != int8_all_reduce(shards)[0]).any()
+    np.testing.assert_array_equal(int8_all_reduce(shards)[0], int8_all_reduce(shards, owners=True)[0])
 
 
 def test_two_ranks_by_hand() -> None:
@@ -154,7 +173,7 @@ def test_two_ranks_by_hand() -> None:
     arrived = dequantize_groups(q, scale)[1]
     q, scale = quantize_groups(one_group(arrived[0] + 127, arrived[1] + np.float32(0.3)))
     from_rank_1 = dequantize_groups(q, scale)[0]
-    out = int8_all_reduce([mine, other], rotate=False)
+    out = int8_all_reduce([mine, other], rotate=False, owners=True)
     np.testing.assert_array_equal(out[0][0], np.concatenate([from_rank_0, from_rank_1]))
 
 
@@ -175,15 +194,16 @@ def test_the_owner_part_is_exact_in_the_sum() -> None:
     st.lists(st.sampled_from(KINDS), min_size=9, max_size=9),
     st.integers(0, 2**32 - 1),
     st.booleans(),
+    st.sampled_from([None, True, False]),
 )
 def test_the_bound_is_never_passed(
-    world_size: int, num_tokens: int, hidden_size: int, kinds: list[str], seed: int, rotate: bool
+    world_size: int, num_tokens: int, hidden_size: int, kinds: list[str], seed: int, rotate: bool, owners: bool | None
 ) -> None:
     rng = np.random.default_rng(seed)
     shards = [hostile(kinds[rank], rng, (num_tokens, hidden_size)) for rank in range(world_size)]
-    out = int8_all_reduce(shards, rotate=rotate)
+    out = int8_all_reduce(shards, rotate=rotate, owners=owners)
     exact = np.sum([shard.astype(np.float64) for shard in shards], axis=0)
-    assert (np.abs(out[0] - exact) <= error_bound(shards, rotate=rotate)).all()
+    assert (np.abs(out[0] - exact) <= error_bound(shards, rotate=rotate, owners=owners)).all()
     for other in out[1:]:
         assert other.tobytes() == out[0].tobytes()
 
@@ -206,7 +226,8 @@ def test_the_plain_bound_is_near_the_truth() -> None:
     """
     foreign = one_group(127.0001, *[62.5 * (1 + 2.0**-7)] * 31)
     shards = [np.zeros_like(foreign), foreign]
-    out, bound = int8_all_reduce(shards, rotate=False)[0], error_bound(shards, rotate=False)
+    how = {"rotate": False, "owners": True}
+    out, bound = int8_all_reduce(shards, **how)[0], error_bound(shards, **how)
     assert out[0, 1] == 62
     assert 0.97 * bound[0, 1] < foreign[0, 1] - out[0, 1] <= bound[0, 1]
 

@@ -16,12 +16,14 @@ from tests.ref.test_int8_all_reduce import KINDS, hostile, one_group
 Array = np.ndarray
 
 
-def sums(steps: list[list[Array]], rotate: bool = True, storage: str | None = None) -> tuple[list[Array], list[Array]]:
+def sums(
+    steps: list[list[Array]], rotate: bool = True, storage: str | None = None, owners: bool | None = None
+) -> tuple[list[Array], list[Array]]:
     """What rank 0 gets of each sum of a step, and what all carry in the end."""
     carried = [nothing_carried(*steps[0][0].shape) for _ in steps[0]]
     found = []
     for shards in steps:
-        out, carried = int8_feedback_all_reduce(shards, carried, rotate=rotate, carried_storage=storage)
+        out, carried = int8_feedback_all_reduce(shards, carried, rotate=rotate, owners=owners, carried_storage=storage)
         for other in out:
             np.testing.assert_array_equal(other, out[0])
         found.append(out[0])
@@ -41,12 +43,20 @@ def test_two_ranks_by_hand() -> None:
     Second group: rank 0 carries 0.4, rank 1 the 0.3 of the sum; then rank 0 has 0.8 and sends 1, and the sum is 1.6.
     """
     brought = [np.concatenate(2 * [one_group(*values)], axis=1) for values in ((127, 0.4, 0), (0, 0.3, 127))]
-    (out,), carried = sums([brought], rotate=False)
+    (out,), carried = sums([brought], rotate=False, owners=True)
     assert out[0, :3].tolist() == out[0, 32:35].tolist() == [127, 0, 127]
     np.testing.assert_allclose(np.array(carried)[:, :, 1], [[0.4, 0.4], [0.3, 0.3]], rtol=1e-6)
-    (_, out), carried = sums([brought] * 2, rotate=False)
+    (_, out), carried = sums([brought] * 2, rotate=False, owners=True)
     assert out[0, :3].tolist() == out[0, 32:35].tolist() == [127, 2, 127]
     np.testing.assert_allclose(np.array(carried)[:, :, 1], [[-0.2, -0.2], [-0.4, -0.4]], rtol=1e-6)
+
+
+def test_two_ranks_without_owners_by_hand() -> None:
+    """Both send 0 of what they have first, 0.4 and 0.3; then, with what they carry, 1 of 0.8 and 1 of 0.6."""
+    brought = [one_group(127, 0.4), one_group(127, 0.3)]
+    (first, second), carried = sums([brought] * 2, rotate=False)
+    assert [out[0, 1] for out in (first, second)] == [0, 2]
+    np.testing.assert_allclose(np.array(carried)[:, 0, 1], [-0.2, -0.4], rtol=1e-6)
 
 
 def test_the_first_sum_is_as_without() -> None:
@@ -68,9 +78,10 @@ def test_the_first_sum_is_as_without() -> None:
     st.lists(st.sampled_from(KINDS), min_size=6, max_size=6),
     st.integers(0, 2**32 - 1),
     st.booleans(),
+    st.booleans(),
 )
 def test_nothing_is_lost(
-    world_size: int, num_sums: int, hidden_size: int, kinds: list[str], seed: int, rotate: bool
+    world_size: int, num_sums: int, hidden_size: int, kinds: list[str], seed: int, rotate: bool, owners: bool
 ) -> None:
     """Sums and what is carried at the end are the shards, up to the roundings of float32.
 
@@ -79,7 +90,7 @@ def test_nothing_is_lost(
     """
     rng = np.random.default_rng(seed)
     steps = [[hostile(kinds[rank], rng, (2, hidden_size)) for rank in range(world_size)] for _ in range(num_sums)]
-    out, carried = sums(steps, rotate)
+    out, carried = sums(steps, rotate, owners=owners)
     missing = sum(from_groups(owed, 2, hidden_size, rotate).astype(np.float64) for owed in carried)
     exact = np.sum(steps, axis=(0, 1), dtype=np.float64)
     groups = np.array([[to_groups(shard, rotate) for shard in shards] for shards in steps], np.float64)
@@ -140,7 +151,7 @@ def test_small_groups_come_in_the_end() -> None:
     """What is below 2⁻¹⁰⁰ does not travel; carried, it does when there is enough of it."""
     shards = [one_group(2.0**-102), np.zeros((1, 32), np.float32)]
     shards = [np.concatenate([np.zeros((1, 32), np.float32), shard], axis=1) for shard in shards]
-    out, _ = sums([shards] * 4, rotate=False)
+    out, _ = sums([shards] * 4, rotate=False, owners=True)
     assert [float(found[0, 32]) for found in out[:3]] == [0, 0, 0]
     assert out[3][0, 32] == pytest.approx(2.0**-100, rel=0.01)
 

@@ -16,7 +16,7 @@ PACKAGES = ("ref", "engine", "server", "conformance")
 # A module of engine imports from its own line and from lines above it. A package stands for all that is in it, unless
 # a module of it has a line of its own.
 LAYERS = (
-    ("engine", "engine.errors", "engine.system", "engine.log", "engine.progress"),
+    ("engine", "engine.errors", "engine.system", "engine.numa", "engine.log", "engine.progress"),
     ("engine.sampling_params", "engine.memory_plan", "engine.packed4", "engine.coded_kv", "engine.coded8"),
     ("engine.api", "engine.config", "engine.weights", "engine.env", "engine.stats", "engine.messages"),
     ("engine.sequence", "engine.blocks", "engine.batch", "engine.swap"),
@@ -81,7 +81,10 @@ NOT_AT_RUN_TIME = ("torch", "transformers", "jax")
 KERNELS = "engine.kernels"
 GPU = (  # these alone import cupy
     "engine.backends.cuda",
-    *(f"engine.comm.{name}" for name in ("bench_ways", "host_window", "join", "links", "nccl", "peer", "planner")),
+    *(
+        f"engine.comm.{name}"
+        for name in ("bench_ways", "copies", "host_window", "join", "links", "nccl", "peer", "planner")
+    ),
     *(
         f"{KERNELS}.{name}"
         for name in (

@@ -40,6 +40,7 @@ from engine.kernels.table import kernel_ops
 from engine.kv_cache import KVCache, KVSwap, make_kv_cache
 from engine.memory_plan import ALWAYS, LOADING, STEP, WEIGHTS, WORKSPACE, Buffer, MemoryPlan
 from engine.models.model import Model
+from engine.numa import bind_near
 from engine.packed4 import PACKED, PACKED_GATED
 from engine.rope_table import RopeTable
 from engine.runner import PROMPT_LOGPROB_ROWS, ModelRunner
@@ -326,7 +327,10 @@ def make_backend(config: EngineConfig, model_config: ModelConfig, place: Place) 
             raise ConfigError(
                 f"--device cuda: {place.count} ranks on this host, which has {num_gpus} GPUs; start at most that many"
             )
-        cupy.cuda.Device(place.number).use()
+        device = cupy.cuda.Device(place.number)
+        device.use()
+        if place.count > 1 and (bound := bind_near(device.pci_bus_id)):
+            logger.info("rank %d of this host: %s", place.number, bound)
         return CudaBackend(config, model_config)
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise KernelError(f"CUDA does not start: {error}") from error

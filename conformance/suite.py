@@ -35,6 +35,7 @@ from conformance import (
     rope,
     rope_table,
     sampling,
+    sum_parts,
 )
 from conformance.case import Case
 from engine.ops import OpTable, cpu_ops
@@ -66,6 +67,7 @@ OPS = (
     attention_needle,
     sampling,
     rope_table,
+    sum_parts,
 )  # files with cases of one stem
 CPU_THREADS = 3  # more than one, so that matrix products are shared out, and odd, so that shares differ in size
 TARGETS = ("golden", "cpu", "host", "gpu")

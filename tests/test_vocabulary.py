@@ -26,6 +26,7 @@ FORMATS = {  # stem → ref file
     "gather_columns": "quant/groups",
     "quantize": "quant/fused",
     "repack4": "quant/groups",
+    "sum_parts": "collectives",
 }
 WITHOUT_CASES = {"repack4"}  # puts words in another order: tests/cuda compares each with what engine.packed4 makes
 OTHER_ARGUMENTS = {

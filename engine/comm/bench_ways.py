@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import cupy
@@ -39,13 +40,18 @@ def time_ways(ranks: Ranks, sizes: Sequence[int]) -> tuple[dict[str, Any], list[
     links = Links(meeting, has_peer=may_use_peer(os.environ), max_blocks=min(64, gpu.num_sms))
     why = ""
     try:
-        nccl = Nccl(meeting).all_reduce
+        nccl = Nccl(meeting)
     except ConfigError as error:
         nccl, why = None, str(error)
-    ways = ways_of(links.channels, links.exchanges, nccl, gpu)
+    assert links.copies is not None, "as is usual"
+    add_up = None if nccl is None else nccl.all_reduce
+    copied = partial(links.copies.all_reduce, device=gpu)
+    ways = ways_of(links.channels, links.exchanges, add_up, gpu, copies=copied)
     begin = time.perf_counter()
     trials = measure(links, ways, np.dtype(ml_dtypes.bfloat16), sizes)
     seconds = time.perf_counter() - begin
+    if nccl is not None:
+        nccl.close()
     links.close()
     about = {
         "ranks": ranks.size,

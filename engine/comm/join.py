@@ -49,11 +49,13 @@ def join_gpus(
     line, ways, plan = None, {}, None
     closes: list[Callable[[], None]] = []
     if tp > 1:
-        links = _join(world.Split(stage, parallel.tp_rank), 0, parallel, max_blocks)
+        links = _join(world.Split(stage, parallel.tp_rank), 0, parallel, max_blocks, has_copies=True)
         nccl = _nccl(links) if allreduce in ("auto", "nccl") else None
         add_up = nccl.all_reduce if nccl is not None else None
         line = _line(links)
-        ways = ways_of(links.channels, links.exchanges, add_up, device, rotate=allreduce != "int8-plain")
+        assert links.copies is not None, "as asked for"
+        copied = partial(links.copies.all_reduce, device=device)
+        ways = ways_of(links.channels, links.exchanges, add_up, device, allreduce != "int8-plain", copied)
         allowed = partial(is_allowed, allreduce=allreduce)
         trials = measure(links, {name: way for name, way in ways.items() if allowed(name)}, dtype)
         plan = choose(trials, allowed, config.hidden_size)
@@ -85,9 +87,9 @@ def is_allowed(way: str, allreduce: str) -> bool:
     return allreduce in ("int8", "int8-plain") or not way.endswith(INT8)
 
 
-def _join(meeting: Meeting, number: int, parallel: ParallelConfig, max_blocks: int) -> Links:
+def _join(meeting: Meeting, number: int, parallel: ParallelConfig, max_blocks: int, has_copies: bool = False) -> Links:
     members = meeting.allgather(parallel.rank)
-    return Links(meeting, number, members, may_use_peer(os.environ), max_blocks)
+    return Links(meeting, number, members, may_use_peer(os.environ), max_blocks, has_copies=has_copies)
 
 
 def _line(links: Links) -> Line:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from engine.comm import alarm as links_of
 from engine.comm.alarm import Alarm, link_id
+from engine.comm.copies import Copies
 from engine.comm.host_window import HostWindow
 from engine.comm.meeting import Meeting
 from engine.comm.peer import PeerMemory
@@ -39,12 +40,13 @@ class Links:
     """Ways between the GPUs of a group of ranks of one host, of one stream each.
 
     channels, exchanges: by the memory that they go through, WINDOW always and PEER where GPUs reach each other.
-    gathers: an exchange for parts of rows. alarm: of all that they wait on.
+    copies: through the window, if asked for. gathers: an exchange for parts of rows. alarm: of all that they wait on.
 
     Args:
         number: of the group, see engine.comm.alarm.link_id.
         members: the ranks of the group, among all of the job; by default they are all.
         has_peer: whether memory of other GPUs is tried.
+        has_copies: whether arrays are copied too, for sums.
         max_blocks: of a kernel that waits.
     Raises:
         ConfigError: on all ranks, where there is no window of the host.
@@ -58,6 +60,7 @@ class Links:
         has_peer: bool = True,
         max_blocks: int = 64,
         slots: Slots | None = None,
+        has_copies: bool = True,
     ) -> None:
         self.meeting, self._number, self._max_blocks = meeting, number, max_blocks
         world_size = meeting.size
@@ -73,6 +76,7 @@ class Links:
         self.channels = {WINDOW: self._channel(links_of.WINDOW, [trips], trips)}
         self.exchanges = {WINDOW: self._exchange(links_of.WINDOW_PIECES, inboxes[:world_size], True)}
         self.gathers = self._exchange(links_of.ROWS, inboxes[world_size:], True)
+        self.copies = Copies(meeting) if has_copies else None
         self._peer: PeerMemory | None = None
         if has_peer:
             self._add_peer(trip_bytes)
@@ -134,6 +138,8 @@ class Links:
         cupy.cuda.Device().synchronize()
         self.meeting.allgather(None)
         self._window.close()
+        if self.copies is not None:
+            self.copies.close()
         if self._peer is not None:
             self._peer.close()
 

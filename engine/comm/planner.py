@@ -28,7 +28,7 @@ def measure(
     trials: list[Trial] = []
     for way in ways.values():
         for num_bytes in sizes:
-            if num_bytes > way.most_bytes:
+            if not way.least_bytes <= num_bytes <= way.most_bytes:
                 continue
             try:
                 us, problem = _try(links, way, num_bytes, dtype, hidden_size)

@@ -16,15 +16,17 @@ Array = Any
 Sum = Callable[[Array, Array | None], Array]  # (partial, residual or None); the answer may be written over either
 
 INT8, NCCL = "int8", "nccl"
+LEAST_COPIED = 1 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to add up; most_bytes: of an array that it takes."""
+    """One way to add up; most_bytes: of an array that it takes, in bytes."""
 
     name: str
     sum: Sum
     most_bytes: int = 1 << 40
+    least_bytes: int = 0  # with fewer it is of no use
     is_exact: bool = True
 
 
@@ -71,6 +73,7 @@ def ways_of(
     nccl: Callable[[Array], Array] | None,
     device: Device,
     rotate: bool = True,
+    copies: Sum | None = None,
 ) -> dict[str, Way]:
     """All ways of a group, by name, over memory of these names; nccl: adds up in place."""
     found = []
@@ -80,6 +83,8 @@ def ways_of(
     for name, exchange in exchanges.items():
         found.append(Way(f"{name}-pieces", _pieces(exchange, device)))
         found.append(Way(f"{name}-pieces-int8", _int8_pieces(exchange, rotate, device), is_exact=False))
+    if copies is not None:
+        found.append(Way("window-copies", copies, least_bytes=LEAST_COPIED))
     if nccl is not None:
         found.append(Way(NCCL, _nccl(nccl)))
     return {way.name: way for way in found}

@@ -9,14 +9,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from engine.admission import Limits
 from engine.api import ModelInfo
 from engine.backends.backend import ALONE, Backend, Place
 from engine.blocks import BlockManager
 from engine.checked_forward import CheckedForward
-from engine.checkpoint.fingerprint import fingerprint
 from engine.checkpoint.loader import load_model_config
 from engine.checkpoint.source import ModelSource, resolve
 from engine.choose_split import choose_split
@@ -36,6 +35,7 @@ from engine.memory_plan import MemoryPlan
 from engine.model_config.read import summary
 from engine.models.model import Model
 from engine.models.registry import ARCHITECTURES
+from engine.rank_checks import check_room, check_same
 from engine.rope_table import RopeTable
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
@@ -45,8 +45,6 @@ from engine.swap import swap_bytes
 from engine.system import has_nvidia_driver
 
 logger = logging.getLogger(__name__)
-
-MAY_DIFFER = ("model", "api_key", "host", "port", "num_threads")  # from rank to rank: the same model elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,22 +164,8 @@ def _find(config: EngineConfig, ranks: Ranks, problems: Sequence[str]) -> _Found
     ranks.agree(problems, "looking at the model")
     assert found is not None, "or there was a problem"
     if ranks.size > 1:
-        _check_same(config, ranks, found.source)
+        check_same(config, ranks, found.source, found.backend)
     return found
-
-
-def _check_same(config: EngineConfig, ranks: Ranks, source: ModelSource) -> None:
-    """Raises ConfigError where a rank has another model than rank 0, or was started with other flags."""
-    mine = {name: value for name, value in asdict(config).items() if name not in MAY_DIFFER}
-    first, model = ranks.gather((mine, fingerprint(source)), "comparing the models")[0]
-    problems = [
-        f"--{name.replace('_', '-')} is {value}, and {first[name]} on rank 0: start all ranks with the same flags"
-        for name, value in mine.items()
-        if value != first[name]
-    ]
-    if fingerprint(source) != model:
-        problems.append(f"{source.path} is another model than that of rank 0; give all ranks the same files")
-    ranks.agree(problems, "comparing the models")
 
 
 def _find_alone(config: EngineConfig, ranks: Ranks) -> _Found:
@@ -198,6 +182,7 @@ def _find_alone(config: EngineConfig, ranks: Ranks) -> _Found:
     place = Place(ranks.host_rank, len(ranks.host_ranks))
     backend = make_backend(config, rank_config(model_config, parallel), place)
     logger.info("%s", backend.description)
+    check_room(config, model_config, parallel, backend)
     return _Found(source, model_config, max_model_len, parallel, backend, config.step_limits(backend.limits))
 
 

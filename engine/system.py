@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import os
+import platform
 from pathlib import Path
+
+CUPY = ("cupy-cuda12x", "cupy-cuda13x")
 
 
 def cache_dir() -> Path:
     """Where what was fetched or compiled is kept: $XDG_CACHE_HOME/glint, or ~/.cache/glint."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "glint"
+
+
+def versions() -> str:
+    """Of what numbers depend on."""
+    found = [f"Python {platform.python_version()}"]
+    for name in ("glint-llm", "numpy", *CUPY):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return ", ".join(found)
 
 
 def usable_cores() -> int:

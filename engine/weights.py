@@ -6,6 +6,7 @@ lacks one or holds one more. Models never look inside a LinearWeight: its format
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -151,6 +152,19 @@ class WeightMap:
     tied: bool = False
     quantization: QuantConfig | None = None
     whole: WeightMap | None = None
+
+
+def weight_bytes(weight_map: WeightMap, itemsize: int) -> int:
+    """What these weights take, in bytes: itemsize a number, or as integers and codes with a scale for each run of them;
+    scales of whole rows are not counted, nor biases."""
+    total = float(itemsize * sum(math.prod(array.shape) for array in weight_map.arrays))
+    for linear in weight_map.linears:
+        size = max(1, linear.n_experts) * linear.out_features * linear.in_features
+        if linear.packed is not None:
+            total += size * (0.5 + (2.5 if linear.packed.zeros else 2.0) / linear.packed.group_size)
+        else:
+            total += size * (itemsize if linear.coded is None else 1)
+    return int(total)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,16 @@ class Place:
 ALONE = Place(0, 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes that weights need, and that a machine has for them, which `where` names."""
+
+    needed: int
+    free: int
+    total: int
+    where: str
+
+
 class Backend(Protocol):
     """A CPU or a GPU. The methods are called once each, in this order."""
 
@@ -37,6 +47,11 @@ class Backend(Protocol):
     limits: StepLimits  # unless the user says others
     overlaps: bool  # a step may be launched while the one before still runs
     description: str  # for the log: device, type of the weights
+    kind: str  # the same for all ranks of a job, whose numbers then are the same
+
+    def room(self, weight_map: WeightMap) -> Room | None:
+        """What these weights would need, and what is free now; None: where memory is not kept apart for them."""
+        ...
 
     def make_comm(
         self, world: MpiComm | None, parallel: ParallelConfig, model_config: ModelConfig, config: EngineConfig

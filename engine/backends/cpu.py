@@ -8,7 +8,7 @@ from typing import get_args
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from engine.backends.backend import Place
+from engine.backends.backend import Place, Room
 from engine.checkpoint.loader import load_weights
 from engine.checkpoint.prepare import prepare_weights
 from engine.checkpoint.source import ModelSource
@@ -52,6 +52,10 @@ class CpuBackend:
         self.limits = LIMITS
         self.overlaps = False
         self.description = f"device cpu, float32, {num_threads} threads"
+        self.kind = "a CPU in float32"
+
+    def room(self, weight_map: WeightMap) -> Room | None:
+        return None
 
     def make_comm(
         self, world: MpiComm | None, parallel: ParallelConfig, model_config: ModelConfig, config: EngineConfig

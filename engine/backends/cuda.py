@@ -14,7 +14,7 @@ import cupy
 import ml_dtypes
 import numpy as np
 
-from engine.backends.backend import Place
+from engine.backends.backend import Place, Room
 from engine.batch import StepPlan
 from engine.checkpoint.loader import load_weights
 from engine.checkpoint.quantized import keep_packed
@@ -45,7 +45,7 @@ from engine.packed4 import PACKED, PACKED_GATED
 from engine.rope_table import RopeTable
 from engine.runner import PROMPT_LOGPROB_ROWS, ModelRunner
 from engine.system import cache_dir
-from engine.weights import ActivationKind, WeightMap, Weights, with_activations
+from engine.weights import ActivationKind, WeightMap, Weights, weight_bytes, with_activations
 
 LIMITS = StepLimits(max_num_seqs=256, max_num_batched_tokens=8192)  # unless the user says others
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
@@ -90,10 +90,16 @@ class CudaBackend:
         self._world: MpiComm | None = None  # of ranks that share layers
         properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
         self._name = properties["name"].decode()
+        self.kind = f"{self._name} ({self._gpu.arch}) in {self._dtype}"
         self.description = (
             f"device cuda: {self._name} ({self._gpu.arch}, {properties['totalGlobalMem'] / 1e9:,.0f} GB), {self._dtype}"
             + (f", KV cache in {self._kv_codes}" if self._kv_codes else "")
         )
+
+    def room(self, weight_map: WeightMap) -> Room | None:
+        device = cupy.cuda.Device()
+        free, total = device.mem_info
+        return Room(weight_bytes(keep_packed(weight_map), self._dtype.itemsize), free, total, f"GPU {device.id}")
 
     def make_comm(
         self, world: MpiComm | None, parallel: ParallelConfig, model_config: ModelConfig, config: EngineConfig

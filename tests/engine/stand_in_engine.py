@@ -36,7 +36,7 @@ LIMITS = StepLimits(max_num_seqs=8, max_num_batched_tokens=32)  # beyond the lar
 class StandInBackend:
     """See engine.backends.backend. Without a module for the forward pass: eager, on NumPy arrays."""
 
-    description = "stand-in"
+    description = kind = "stand-in"
     limits = LIMITS
 
     def __init__(self, module: ModuleType | None, halving: Halving = WHOLE) -> None:
@@ -46,6 +46,9 @@ class StandInBackend:
         if module is not None:
             self._recorder = module.Recorder(stand_in_ops())
             self.ops = self._recorder.ops
+
+    def room(self, weight_map: Any) -> None:
+        """It has no memory of its own."""
 
     def make_comm(self, world: Any, parallel: Any, model_config: Any, config: EngineConfig) -> OneRank:
         return OneRank(self.ops)

@@ -222,15 +222,25 @@ def test_another_program_is_told_of(card: Card, tmp_path: Path, caplog: pytest.L
     assert built.engine.stats().late_allocations == 0
 
 
-def test_no_room(card: Card, tmp_path: Path) -> None:
+def test_no_room(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = model_folder(tmp_path, "llama")
     with pytest.raises(ConfigError, match=r"no memory is left for the KV cache on Card: .*allow 300 of its 3,000 MB"):
         build(folder, max_model_len=60, gpu_memory_utilization=0.1)
     with pytest.raises(ConfigError, match=r"--num-gpu-blocks-override 9999999: these blocks take"):
         build(folder, max_model_len=60, num_gpu_blocks_override=9_999_999)
-    card.others = TOTAL - OF_GPU.num_bytes - 5000
+    full = TOTAL - OF_GPU.num_bytes - 5000
+    backend: Any = sys.modules["engine.backends.cuda"].CudaBackend  # type: ignore[attr-defined]
+    load = backend.load
+
+    def others_come(*arguments: Any) -> Any:
+        card.others = full
+        return load(*arguments)
+
+    monkeypatch.setattr(backend, "load", others_come)
     with pytest.raises(ConfigError, match=r"no room for a step of --max-num-batched-tokens 32: 0 of its 3,000 MB were"):
         build(folder, max_model_len=60)
+    with pytest.raises(ConfigError, match="weights of the model take 0 MB, and 0 of the 3,000 MB of GPU 0 are free"):
+        build(folder, max_model_len=60)  # before they are read
 
 
 def test_allocations_while_serving_reach_the_stats(card: Card, tmp_path: Path) -> None:

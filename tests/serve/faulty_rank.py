@@ -14,6 +14,7 @@ import numpy as np
 import engine.backends.cpu
 import engine.build
 import engine.comm.ranks
+import engine.rank_checks
 import engine.runner
 import engine.serve
 from engine.comm.mpi_ranks import MpiRanks
@@ -85,6 +86,8 @@ def plant(fault: str) -> None:
             engine.comm.ranks.SHARED_BYTES = 1 << 60
         case "no mpi":
             sys.modules["mpi4py"] = None  # type: ignore[assignment]
+        case "versions":
+            engine.rank_checks.versions = lambda: "Python 2.7"
         case "flags" | "model":
             pass  # see main
         case _:

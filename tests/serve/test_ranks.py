@@ -185,6 +185,7 @@ def test_dst_03_what_one_rank_says_of_its_checkpoint_is_said_once(model: Path) -
         ("flags", "rank 1: --block-size is 8, and 16 on rank 0: start all ranks with the same flags"),
         ("model=other", "is another model than that of rank 0"),
         ("model=none.gguf", "there is no such file or folder"),
+        ("versions", "rank 1: it runs Python 2.7, and rank 0 Python 3."),
     ],
 )
 def test_dst_03_what_differs_between_ranks_is_refused(model: Path, tmp_path: Path, fault: str, says: str) -> None:

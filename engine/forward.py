@@ -80,7 +80,9 @@ class EagerForward:
             token_ids[unknown] = self._last_ids[-1 - token_ids[unknown]]
         return in_halves(replace(batch, token_ids=token_ids), self._halving.num_first(plan))
 
-    def __call__(self, batch: ForwardBatch) -> Array:
+    def __call__(self, batch: ForwardBatch, wanted: Callable[[Array], Array] | None = None) -> Array:
+        """wanted: takes the rows of an array of all tokens that hidden states are wanted of. The last piece, which goes
+        by token and is of the last stage, is computed for these alone, and the hidden states are theirs."""
         comm, pieces = self._comm, self._model.pieces
         residual = comm.reduce(self._model.embed(batch)) if comm.is_first else comm.receive(batch.num_tokens)
         if batch.halves is not None:
@@ -88,6 +90,8 @@ class EagerForward:
         hidden = comm.norm(residual, self._norms[0])
         sums = self._sums(0)
         for piece, norm, which in zip(pieces, self._norms[1:], sums, strict=False):
+            if wanted is not None and piece is pieces[-1]:
+                hidden, residual = wanted(hidden), wanted(residual)
             partial = piece.forward(hidden, batch, self._cache)
             hidden, residual = comm.reduce_add_norm(partial, residual, norm, which)
         if comm.is_last:

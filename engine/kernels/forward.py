@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.batch import ForwardBatch, StepPlan, build_batch, token_positions, token_sequences
-from engine.comm.communicator import Communicator
+from engine.comm.communicator import Communicator, OneRank
 from engine.config import StepLimits
 from engine.errors import KernelError
 from engine.forward import EagerForward
@@ -43,6 +43,8 @@ TOKEN_PADDING = {"token_ids": 0, "positions": 0, "slot_mapping": -1}  # fields w
 SEQUENCE_PADDING = {"cu_seqlens_q": None, "seq_lens": 0, "logits_indices": 0}  # a sequence; None: the last one again
 COUNTED = ("cu_seqlens_q", "seq_lens", "logits_indices")
 NO_ROWS = np.empty((0, 0), np.float32)
+MOST_IN_PIECES = 512  # tokens of a step that has a graph in pieces
+FEW = 4  # times as many tokens as rows that are wanted, at least, where the last piece is for these alone
 
 known_ids = cupy.ElementwiseKernel(  # see batch.unknown_id
     "int32 token_id, raw int32 last_ids", "int32 known", "known = token_id < 0 ? last_ids[-1 - token_id] : token_id"
@@ -59,7 +61,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 def piece_sizes(max_num_tokens: int) -> list[int]:
     """Numbers of tokens that get a graph in pieces: as far as launching takes longer than computing."""
-    sizes = (8, 16, 24, 32, 48, *range(64, 513, 64))
+    sizes = (8, 16, 24, 32, 48, *range(64, MOST_IN_PIECES + 1, 64))
     return sorted({*(size for size in sizes if size < max_num_tokens), min(sizes[-1], max_num_tokens)})
 
 
@@ -81,6 +83,8 @@ class GpuForward:
         self._run = EagerForward(model, comm, cache, rope, max_num_seqs, side=SideStream())
         self._halving = Halving()
         self._recorder = recorder
+        self._ends_by_token = isinstance(comm, OneRank) and model.pieces[-1].is_by_token
+        self._wanted: Int32 = np.empty(0, np.int32)  # rows of the newest batch whose hidden states are wanted
         self._cache, self._rope, self._gpu = cache, rope, gpu
         self._table_width = table_width
         self._rope_table = cupy.asarray(rope.table)
@@ -148,6 +152,7 @@ class GpuForward:
         if plan.rope_lens.any():
             rows = self._rope.rows(token_positions(plan), plan.rope_lens[token_sequences(plan)])
         on_host = build_batch(plan, self._cache.block_size, rows)
+        self._wanted = on_host.logits_indices
         sizes = sorted(self._graphs if is_decode else self._pieces)
         size = next((size for size in sizes if size >= plan.num_tokens), None)
         if size is None:
@@ -155,7 +160,10 @@ class GpuForward:
         return self._upload(on_host, size, is_graph=is_decode)
 
     def __call__(self, batch: ForwardBatch) -> Array:
-        """Final-normed hidden states, [num_tokens, hidden_size], of padding too."""
+        """Final-normed hidden states, [num_tokens, hidden_size], of padding too.
+
+        In steps that are larger than any with a graph, rows whose logits nobody wants are as the first that is wanted.
+        """
         num_tokens = batch.num_tokens
         if batch.num_decodes == num_tokens and num_tokens in self._graphs:
             graph, hidden = self._graphs[num_tokens]
@@ -163,7 +171,17 @@ class GpuForward:
             return hidden
         if batch.num_decodes < num_tokens and num_tokens in self._pieces:
             return self._pieces[num_tokens].launch(batch)
+        is_for_few = 0 < len(self._wanted) * FEW <= num_tokens
+        if is_for_few and self._ends_by_token and num_tokens > MOST_IN_PIECES and batch.halves is None:
+            return self._run_to_few(batch, self._wanted)
         return self._run(batch)
+
+    def _run_to_few(self, batch: ForwardBatch, wanted: Int32) -> Array:
+        """The last piece for the wanted rows alone: of a prompt, that is most of a layer less."""
+        found = self._run(batch, lambda array: embedding(batch.logits_indices, array, device=self._gpu))
+        places = np.zeros(batch.num_tokens, np.int32)
+        places[wanted] = np.arange(len(wanted))
+        return embedding(cupy.asarray(places), found, device=self._gpu)
 
     def _upload(self, batch: ForwardBatch, num_tokens: int, is_graph: bool = False, num_first: int = 0) -> ForwardBatch:
         """The batch on the GPU, padded to num_tokens: one copy of all integers, one of the block table.

@@ -58,7 +58,8 @@ def decoder(
         mlp_norm = Norm(weights.arrays[f"{dest}.post_attention_layernorm"], config.norm_eps, into=into[1])
         attn = partial(attention, config=config, weights=weights, ops=ops, layer=layer)
         pieces.append(Piece(f"{dest}.attention", attn_norm, attn))
-        pieces.append(Piece(f"{dest}.mlp", mlp_norm, feed_forward(config, weights, ops, layer)))
+        mlp = feed_forward(config, weights, ops, layer)
+        pieces.append(Piece(f"{dest}.mlp", mlp_norm, mlp, is_by_token=into[1] is None))  # rows of codes are not picked
     return Model(
         config=config,
         embed=lambda batch: ops.embedding(batch.token_ids, weights.arrays["embed_tokens"], first=config.vocab_first),

@@ -25,6 +25,7 @@ class Piece:
     name: str
     norm: Norm
     forward: Callable[[Array, ForwardBatch, KVCache], Array]
+    is_by_token: bool = False  # a row of what it gives comes from that row alone, and it keeps nothing
 
 
 @dataclass(frozen=True, slots=True)

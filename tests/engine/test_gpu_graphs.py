@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -182,6 +183,47 @@ def test_steps_that_wait_for_nobody(pair: Pair) -> None:
     eager = pair.runners[1].forward
     for plan, found in zip(plans, hidden[1:], strict=True):
         np.testing.assert_array_equal(stand_in.to_host(found), eager(eager.batch(plan)))
+
+
+def test_the_last_mlp_of_a_large_step_is_for_what_is_wanted(
+    pair: Pair, gpu_forward: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two prompts and a decoding sequence in a step beyond all graphs: three rows, and keys and values of all."""
+    monkeypatch.setattr(gpu_forward, "MOST_IN_PIECES", 24)
+    rows: list[int] = []
+    for runner in pair.runners:
+        run = getattr(runner.forward, "_run", runner.forward)
+        *others, last = run._model.pieces
+
+        def watched(hidden: Any, *others: Any, forward: Any = last.forward) -> Any:
+            rows.append(hidden.shape[0])
+            return forward(hidden, *others)
+
+        run._model = replace(run._model, pieces=(*others, replace(last, forward=watched)))
+    pair.check(plan_of([[0]], [0], [1]))  # keys for what decodes then
+    rows.clear()
+    plan = plan_of([[0], [1, 2, 3, 4], [5, 6, 7, 8]], [1, 0, 0], [1, 14, 14])
+    hidden, expected = (runner.forward(runner.forward.batch(plan)) for runner in pair.runners)
+    assert rows == [3, 29]
+    wanted = [0, 14, 28]
+    np.testing.assert_allclose(stand_in.to_host(hidden)[wanted], expected[wanted], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(*pair.caches())
+
+
+def test_rows_of_codes_are_not_taken_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a norm gives as codes is no array of rows."""
+    folder = model_folder(tmp_path, "llama")
+    assert [piece.is_by_token for piece in make_engine(folder, None).runner.model.pieces[-2:]] == [False, True]
+    monkeypatch.setattr("engine.models.decoder._coded", lambda weight: weight)  # all layers take codes
+    assert not any(piece.is_by_token for piece in make_engine(folder, None).runner.model.pieces)
+
+
+def test_what_is_wanted_of_half_of_the_tokens_is_not_taken_out(
+    pair: Pair, gpu_forward: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_forward, "MOST_IN_PIECES", 24)
+    plan = plan_of([[0, 1, 2, 3], [5, 6, 7, 8]], [0, 0], [14, 14])
+    pair.check(replace(plan, num_logits=np.array([7, 1], np.int32)))
 
 
 def test_the_shortest_sequences(gpu_forward: ModuleType, tmp_path: Path) -> None:

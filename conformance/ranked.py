@@ -88,7 +88,7 @@ def make_group(
     channels = []
     for rank, inbox in enumerate(inboxes):
         state = zeros(ops.device, STATE_WORDS, np.uint32)
-        state[0] = last_number
+        state[:2] = [last_number << 16 & 0xFFFFFFFF, last_number >> 16]  # the count, see channel.cuh
         others = [other for peer, other in enumerate(inboxes) if peer != rank] if shared is None else [inbox]
         memory = {"outboxes": others, "inbox": inbox, "state": state, "alarm": alarm}
         channels.append(
@@ -97,10 +97,17 @@ def make_group(
     return Group(channels, alarm)
 
 
-def make_exchanges(ops: RankedOps, world_size: int, path: str, slots: Slots, patience_s: float | None = None) -> Group:
+def make_exchanges(
+    ops: RankedOps,
+    world_size: int,
+    path: str,
+    slots: Slots,
+    patience_s: float | None = None,
+    has_owners: bool = True,
+) -> Group:
     """As make_group, for messages in pieces."""
     is_window = path == "window"
-    size = slots.inbox_bytes(world_size, is_window)
+    size = slots.inbox_bytes(world_size, is_window, has_owners)
     if is_window:
         whole = ops.window(world_size * size)
         inboxes = [whole[rank * size : (rank + 1) * size] for rank in range(world_size)]
@@ -115,6 +122,7 @@ def make_exchanges(ops: RankedOps, world_size: int, path: str, slots: Slots, pat
             **shared,
             state=zeros(ops.device, STATE_WORDS, np.uint32),
             patience_s=patience_s or PATIENCE_S,
+            has_owners=has_owners,
         )
         for rank in range(world_size)
     ]

@@ -15,7 +15,7 @@ constexpr int kLastFlags = 2;  // chunks of nothing at the end: who has seen the
 template <typename T, int kWorld>
 __global__ void __launch_bounds__(kThreads)
     all_gather(const T* x, T* y, int num_rows, int part_size, int width, int num_senders, int chunk,
-               Exchange exchange) {
+               const __grid_constant__ Exchange exchange) {
   dependency_wait();
   dependency_launch();
   const unsigned number = next_number(exchange);
@@ -46,13 +46,13 @@ __global__ void __launch_bounds__(kThreads)
         if (y != nullptr) store(rank, row, column, values);
       });
     __syncthreads();
-    if (thread < exchange.num_outboxes) announce(exchange, exchange.gather_to[thread], number, step);
+    if (thread < exchange.num_outboxes) announce(exchange, exchange.gather_to[thread], slot_of(exchange, step), number, step);
   };
 
   put(0);
   for (int step = 0; step < num_steps; ++step) {
     if (step + 1 < num_steps) put(step + 1);
-    await<kWorld>(exchange, exchange.gather_from, number, step, patience);
+    await<kWorld>(exchange, exchange.gather_from, slot_of(exchange, step), number, step, patience);
     if (y == nullptr) continue;
     for (int sender = 0; sender < num_senders; ++sender)
       if (sender != rank)
@@ -62,4 +62,5 @@ __global__ void __launch_bounds__(kThreads)
           store(sender, row, column, values);
         });
   }
+  count_block(exchange);
 }

@@ -115,7 +115,7 @@ __device__ __forceinline__ void receive(const Channel& channel, unsigned number,
 
 template <typename T, int kWorld>
 __global__ void __launch_bounds__(kThreadsOf<kWorld>, 1)
-    all_reduce(const T* x, const T* residual, T* y, int size, Channel channel) {
+    all_reduce(const T* x, const T* residual, T* y, int size, const __grid_constant__ Channel channel) {
   dependency_wait();
   dependency_launch();
   const unsigned number = next_number(channel);
@@ -124,12 +124,13 @@ __global__ void __launch_bounds__(kThreadsOf<kWorld>, 1)
   Patience patience;
   send(channel, number, x, size, 0, begin, step);
   receive<T, kWorld>(channel, number, x, residual, y, size, 0, begin, step, patience);
+  count_block(channel);
 }
 
 template <typename T, int kWorld, int kRounds>
 __global__ void __launch_bounds__(kThreads)
     all_reduce_add_rmsnorm(const T* x, const T* residual, const T* weight, T* y, T* new_residual, int num_rows,
-                           int size, float eps, Channel channel) {
+                           int size, float eps, const __grid_constant__ Channel channel) {
   dependency_wait();
   dependency_launch();
   const unsigned number = next_number(channel);
@@ -148,4 +149,5 @@ __global__ void __launch_bounds__(kThreads)
     norm_row<T, kRounds>(values, weights, size, eps);
     store_rounds<T, kRounds>(y + row * size, size, values);
   }
+  count_block(channel);
 }

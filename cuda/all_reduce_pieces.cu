@@ -10,8 +10,7 @@
 //   residual begin at multiples of 16 bytes; as int8: size is a multiple of 32, and so is a row. All ranks launch alike.
 #include "exchange.cuh"
 #include "hadamard.cuh"
-
-enum Wire { kPlain, kInt8, kRotated };
+#include "wire.cuh"
 
 constexpr int kThreads = 512;
 
@@ -54,28 +53,31 @@ struct Work {
     load_row(from, place, exists ? size : 0, true, values);
   }
 
-  __device__ __forceinline__ Codes encode(float (&values)[kWidth<T>]) const {
+  __device__ __forceinline__ Codes<kWidth<T>> encode(float (&values)[kWidth<T>]) const {
     if constexpr (kWire == kPlain) {
       return {};
     } else {
       return quantize(values);
     }
   }
-  __device__ __forceinline__ void put(char* to, int piece, const Codes& codes, const float (&values)[kWidth<T>]) const {
+  __device__ __forceinline__ void put(char* to, int piece, const Codes<kWidth<T>>& codes, const float (&values)[kWidth<T>]) const {
     if constexpr (kWire == kPlain) {
       store16(to + piece * 16, pack(values, T{}));
     } else {
-      *reinterpret_cast<uint2*>(to + piece * 8) = codes.q;
+      *reinterpret_cast<uint2*>(to + piece * 8) = make_uint2(codes.q[0], codes.q[1]);
       if (piece % kUnit == 0)
         *reinterpret_cast<unsigned short*>(to + chunk * kGroup + piece / kUnit * 2) = codes.scale;
     }
   }
   __device__ __forceinline__ void get(const char* from, int piece, bool exists, float (&values)[kWidth<T>]) const {
-    if (!exists) piece = 0;
-    if constexpr (kWire == kPlain) {
+    if (!exists) {  // many lanes that read one place of another rank's memory take their turns
+#pragma unroll
+      for (int i = 0; i < kWidth<T>; ++i) values[i] = 0.0f;
+    } else if constexpr (kWire == kPlain) {
       unpack(load16_system(from + piece * 16), values, T{});
     } else {
-      dequantize({load8_system(from + piece * 8), load2_system(from + chunk * kGroup + piece / kUnit * 2)}, values);
+      const uint2 q = load8_system(from + piece * 8);
+      dequantize(Codes<kWidth<T>>{{q.x, q.y}, load2_system(from + chunk * kGroup + piece / kUnit * 2)}, values);
     }
   }
 
@@ -100,17 +102,17 @@ struct Work {
         float values[kWidth<T>];
         load(x, place, exists, values);
         if constexpr (kWire == kRotated) rotate(values);
-        const Codes codes = encode(values);
+        const Codes<kWidth<T>> codes = encode(values);
         if (exists) put(to, piece, codes, values);
       });
     }
     __syncthreads();
     const int peer = static_cast<int>(threadIdx.x);
-    if (peer < kWorld && peer != exchange.rank) announce(exchange, exchange.scatter_to[peer], number, step);
+    if (peer < kWorld && peer != exchange.rank) announce(exchange, exchange.scatter_to[peer], slot(step), number, step);
   }
 
   __device__ __forceinline__ void reduce(int step) {
-    await<kWorld>(exchange, exchange.scatter_from, number, step, patience);
+    await<kWorld>(exchange, exchange.scatter_from, slot(step), number, step, patience);
     for_pieces(exchange.rank, step, [&](int piece, bool exists, int place) {
       float mine[kWidth<T>], sum[kWidth<T>];
       load(x, place, exists, mine);
@@ -125,7 +127,7 @@ struct Work {
           sum[i] = p == 0 ? share[i] : sum[i] + share[i];
         }
       }
-      const Codes codes = encode(sum);
+      const Codes<kWidth<T>> codes = encode(sum);
       if constexpr (kWire == kPlain)
 #pragma unroll
         for (int i = 0; i < kWidth<T>; ++i) sum[i] = to_float(from_float<T>(sum[i]));
@@ -136,11 +138,11 @@ struct Work {
     });
     __syncthreads();
     const int outbox = static_cast<int>(threadIdx.x);
-    if (outbox < exchange.num_outboxes) announce(exchange, exchange.gather_to[outbox], number, step);
+    if (outbox < exchange.num_outboxes) announce(exchange, exchange.gather_to[outbox], slot(step), number, step);
   }
 
   __device__ __forceinline__ void collect(int step) {
-    await<kWorld>(exchange, exchange.gather_from, number, step, patience);
+    await<kWorld>(exchange, exchange.gather_from, slot(step), number, step, patience);
     for (int q = 1; q < kWorld; ++q) {
       const int owner = (exchange.rank + q) % kWorld;
       const char* const from = exchange.gather_from[owner] + slot(step);
@@ -155,7 +157,7 @@ struct Work {
 
 template <typename T, int kWorld, Wire kWire>
 __global__ void __launch_bounds__(kThreads, 1)
-    all_reduce_pieces(const T* x, const T* residual, T* y, int size, int chunk, Exchange exchange) {
+    all_reduce_pieces(const T* x, const T* residual, T* y, int size, int chunk, const __grid_constant__ Exchange exchange) {
   dependency_wait();
   dependency_launch();
   using Here = Work<T, kWorld, kWire>;
@@ -170,4 +172,5 @@ __global__ void __launch_bounds__(kThreads, 1)
     work.collect(step - 1);
     if (step - 1 + exchange.num_stages < num_steps) work.scatter(step - 1 + exchange.num_stages);
   }
+  count_block(exchange);
 }

@@ -16,15 +16,15 @@ constexpr int kBundle = 24;          // groups: a lane has a quarter of three
 constexpr int kBundlePackets = 72;   // two a lane for codes, and one of scales for each four lanes
 
 struct Part {  // what a lane has of a bundle
-  Codes codes[kPieces];
+  Codes<8> codes[kPieces];
 };
 
 __device__ __forceinline__ void send_part(char* slot, int bundle, const Part& part, unsigned number) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   char* const to = slot + static_cast<index_t>(bundle) * kBundlePackets * kPacketBytes;
-  const Codes(&c)[kPieces] = part.codes;
-  store_flagged(to + lane * kPacketBytes, c[0].q.x, c[0].q.y, c[1].q.x, number);
-  store_flagged(to + (32 + lane) * kPacketBytes, c[1].q.y, c[2].q.x, c[2].q.y, number);
+  const Codes<8>(&c)[kPieces] = part.codes;
+  store_flagged(to + lane * kPacketBytes, c[0].q[0], c[0].q[1], c[1].q[0], number);
+  store_flagged(to + (32 + lane) * kPacketBytes, c[1].q[1], c[2].q[0], c[2].q[1], number);
   if (lane % 4 == 0)
     store_flagged(to + (64 + lane / 4) * kPacketBytes, c[0].scale | static_cast<unsigned>(c[1].scale) << 16, c[2].scale, 0,
                   number);
@@ -48,7 +48,7 @@ __device__ __forceinline__ Part receive_part(const Channel& channel, unsigned nu
 
 template <typename T, int kWorld, bool kRotated>
 __global__ void __launch_bounds__(kThreads)
-    int8_all_reduce(const T* x, const T* residual, T* y, int size, Channel channel) {
+    int8_all_reduce(const T* x, const T* residual, T* y, int size, const __grid_constant__ Channel channel) {
   static_assert(kWidth<T> == 8, "int8 stands for numbers of 16 bits");
   dependency_wait();
   dependency_launch();
@@ -130,4 +130,5 @@ __global__ void __launch_bounds__(kThreads)
     for (int bundle = begin; bundle < num_bundles; bundle += step)
       finish(owner, bundle, receive_part(channel, number, owner, kWorld * num_bundles + bundle, patience));
   }
+  count_block(channel);
 }

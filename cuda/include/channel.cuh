@@ -22,7 +22,7 @@ constexpr int kAlarmWords = 4;        // of a rank's report: 1 + the peer, chann
 struct Channel {  // engine/kernels/channel.py makes it
   char* outboxes[kMaxRanks];
   const char* inbox;
-  unsigned* state;  // number of the last collective; blocks of this one that have begun; 1 when a report was made
+  unsigned* state;  // [4]: kTurn of each collective, in 8 bytes; 1 when a report was made
   unsigned* alarm;  // [4 + 8 · ranks], of all ranks: not 0 when all are to stop; then the report of each that gave up,
                     // then whom each was last waiting for
   index_t capacity;             // packets of a slot
@@ -30,23 +30,24 @@ struct Channel {  // engine/kernels/channel.py makes it
   int num_outboxes, rank, world_size, id;
 };
 
-// The number of this collective, for every thread of a block. The last block to come counts it, when all others have
-// read it; so it is one number for all blocks, whatever the grid, and a captured graph counts on. 0 is what fresh
-// memory holds, and numbers alternate between even and odd.
+constexpr unsigned long long kTurn = 1 << 16;   // what all blocks of a collective count
+constexpr unsigned long long kLastNumber = 0xfffffffe;  // then 1: 0 is what fresh memory holds, and odd follows even
+
+// The number of this collective. One and the same for all blocks, whatever the grid, so a captured graph counts on: the
+// count is at the next turn only when all blocks have counted themselves.
 template <typename C>
 __device__ __forceinline__ unsigned next_number(const C& channel) {
-  __shared__ unsigned number;
-  if (threadIdx.x == 0) {
-    const unsigned last = *static_cast<volatile unsigned*>(channel.state);
-    number = last == 0xffffffffu ? 2 : last + 1;
-    __threadfence();
-    if (atomicAdd(channel.state + 1, 1u) == gridDim.x - 1) {
-      channel.state[1] = 0;
-      channel.state[0] = number;
-    }
-  }
+  const auto* const count = reinterpret_cast<const volatile unsigned long long*>(channel.state);
+  return static_cast<unsigned>(*count / kTurn % kLastNumber) + 1;
+}
+
+// At the end of each block, when all of its threads have the number.
+template <typename C>
+__device__ __forceinline__ void count_block(const C& channel) {
   __syncthreads();
-  return number;
+  if (threadIdx.x == 0)
+    atomicAdd(reinterpret_cast<unsigned long long*>(channel.state),
+              blockIdx.x == 0 ? kTurn - (gridDim.x - 1) : 1ull);
 }
 
 // Where the packets of a rank lie in an outbox or inbox, in bytes.

@@ -19,9 +19,9 @@ struct Exchange {  // engine/kernels/channel.py makes it
   int slot_bytes, num_stages, num_outboxes, rank, world_size, id;
 };
 
-// Where the slot of this block for a chunk lies in an area.
-__device__ __forceinline__ index_t slot_of(const Exchange& exchange, int step) {
-  return (static_cast<index_t>(blockIdx.x) * exchange.num_stages + step % exchange.num_stages) *
+// Where a slot of this block lies in an area.
+__device__ __forceinline__ index_t slot_of(const Exchange& exchange, int stage) {
+  return (static_cast<index_t>(blockIdx.x) * exchange.num_stages + stage % exchange.num_stages) *
          (exchange.slot_bytes + kFlagBytes);
 }
 
@@ -29,15 +29,14 @@ __device__ __forceinline__ unsigned long long flag_of(unsigned number, int step)
   return static_cast<unsigned long long>(number) << 32 | static_cast<unsigned>(step + 1);
 }
 
-// All threads of a block: until every other rank has announced its chunk in its area, or a later one, or patience is
-// over.
+// All threads of a block: until every other rank has announced its chunk, or a later one, in this slot of its area, or
+// patience is over.
 template <int kWorld>
-__device__ __forceinline__ void await(const Exchange& exchange, const char* const (&areas)[kMaxRanks], unsigned number,
-                                      int step, Patience& patience) {
+__device__ __forceinline__ void await(const Exchange& exchange, const char* const (&areas)[kMaxRanks], index_t slot,
+                                      unsigned number, int step, Patience& patience) {
   const int peer = static_cast<int>(threadIdx.x);
   if (peer < kWorld && peer != exchange.rank) {
-    const auto* const flag = reinterpret_cast<const unsigned long long*>(areas[peer] + slot_of(exchange, step) +
-                                                                         exchange.slot_bytes);
+    const auto* const flag = reinterpret_cast<const unsigned long long*>(areas[peer] + slot + exchange.slot_bytes);
     while (static_cast<long long>(load_acquire(flag) - flag_of(number, step)) < 0 &&
            patience.lasts(exchange, number, peer)) {
     }
@@ -46,7 +45,6 @@ __device__ __forceinline__ void await(const Exchange& exchange, const char* cons
 }
 
 // One thread, behind a barrier: what the block has written can be read, and what it has read can be written over.
-__device__ __forceinline__ void announce(const Exchange& exchange, char* area, unsigned number, int step) {
-  store_release(reinterpret_cast<unsigned long long*>(area + slot_of(exchange, step) + exchange.slot_bytes),
-                flag_of(number, step));
+__device__ __forceinline__ void announce(const Exchange& exchange, char* area, index_t slot, unsigned number, int step) {
+  store_release(reinterpret_cast<unsigned long long*>(area + slot + exchange.slot_bytes), flag_of(number, step));
 }

@@ -16,7 +16,7 @@ from engine.comm.links import Links
 from engine.comm.nccl import Nccl
 from engine.comm.planner import measure
 from engine.comm.ranks import Ranks
-from engine.comm.ways import Trial, may_use_peer, ways_of
+from engine.comm.ways import Trial, kernels_of, may_use_peer, ways_of
 from engine.errors import ConfigError
 from engine.kernels.gpu import Gpu
 from engine.system import cache_dir
@@ -38,7 +38,7 @@ def time_ways(ranks: Ranks, sizes: Sequence[int]) -> tuple[dict[str, Any], list[
     gpu = Gpu(cache_dir() / "kernels")
     meeting: Any = ranks.world
     links = Links(meeting, has_peer=may_use_peer(os.environ), max_blocks=min(64, gpu.num_sms))
-    why = ""
+    nccl, why, dtype = None, "", np.dtype(ml_dtypes.bfloat16)
     try:
         nccl = Nccl(meeting)
     except ConfigError as error:
@@ -47,8 +47,9 @@ def time_ways(ranks: Ranks, sizes: Sequence[int]) -> tuple[dict[str, Any], list[
     add_up = None if nccl is None else nccl.all_reduce
     copied = partial(links.copies.all_reduce, device=gpu)
     ways = ways_of(links.channels, links.exchanges, add_up, gpu, copies=copied)
+    gpu.prepare(kernels_of(links.channels, links.exchanges, dtype), progress=False)
     begin = time.perf_counter()
-    trials = measure(links, ways, np.dtype(ml_dtypes.bfloat16), sizes)
+    trials = measure(links, ways, dtype, sizes)
     seconds = time.perf_counter() - begin
     if nccl is not None:
         nccl.close()

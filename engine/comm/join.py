@@ -13,10 +13,10 @@ from engine.comm.links import Links
 from engine.comm.meeting import Meeting
 from engine.comm.nccl import Nccl
 from engine.comm.planner import measure
-from engine.comm.ways import INT8, NCCL, choose, may_use_peer, table, ways_of
+from engine.comm.ways import INT8, NCCL, choose, kernels_of, may_use_peer, table, ways_of
 from engine.config import ModelConfig, ParallelConfig
 from engine.errors import ConfigError
-from engine.kernels.device import Device
+from engine.kernels.gpu import Gpu
 from engine.ops import OpTable
 
 Array = Any
@@ -32,7 +32,7 @@ class World(Meeting, Protocol):
 
 def join_gpus(
     ops: OpTable,
-    device: Device,
+    device: Gpu,
     world: World,
     parallel: ParallelConfig,
     config: ModelConfig,
@@ -54,8 +54,10 @@ def join_gpus(
         add_up = nccl.all_reduce if nccl is not None else None
         line = _line(links)
         assert links.copies is not None, "as asked for"
+        rotate = allreduce != "int8-plain"
         copied = partial(links.copies.all_reduce, device=device)
-        ways = ways_of(links.channels, links.exchanges, add_up, device, allreduce != "int8-plain", copied)
+        ways = ways_of(links.channels, links.exchanges, add_up, device, rotate, copied)
+        device.prepare(kernels_of(links.channels, links.exchanges, dtype, rotate), progress=False)
         allowed = partial(is_allowed, allreduce=allreduce)
         trials = measure(links, {name: way for name, way in ways.items() if allowed(name)}, dtype)
         plan = choose(trials, allowed, config.hidden_size)

@@ -31,6 +31,7 @@ from engine.kernels.device import Array
 logger = logging.getLogger(__name__)
 
 ONE_TRIP_BYTES = 4 << 20  # of the largest array that goes in one trip
+PAIR_SLOTS = Slots(num_lanes=64, num_stages=8, slot_bytes=34816)  # of two ranks: 16 bundles
 PATIENCE_S = 30.0
 WINDOW, PEER = "window", "peer"
 ALIGNMENT = 4096
@@ -59,31 +60,38 @@ class Links:
         members: Sequence[int] = (),
         has_peer: bool = True,
         max_blocks: int = 64,
-        slots: Slots | None = None,
         has_copies: bool = True,
     ) -> None:
         self.meeting, self._number, self._max_blocks = meeting, number, max_blocks
         world_size = meeting.size
-        self.slots = slots or Slots(slot_bytes=max(512, 32768 // world_size // 512 * 512))
+        self._slots = Slots(slot_bytes=max(512, 32768 // world_size // 512 * 512))
+        self._has_owners = world_size > 2
+        self._sum_slots = self._slots if self._has_owners else PAIR_SLOTS
         alarm_bytes, trip_bytes = 4 * alarm_words(world_size), slots_bytes(world_size, ONE_TRIP_BYTES)
-        inbox_bytes = self.slots.inbox_bytes(world_size, True)
-        sizes = alarm_bytes, trip_bytes, *(2 * world_size * (inbox_bytes,))
+        sum_bytes, gather_bytes = self._inbox_bytes(True)
+        sizes = alarm_bytes, trip_bytes, *(world_size * (sum_bytes,)), *(world_size * (gather_bytes,))
         self._window = HostWindow(meeting, sum(map(_aligned, sizes)))
         alarm, trips, *inboxes = _cut(self._window.array, sizes)
         self._alarm_words = alarm.view(np.uint32)
         on_host: NDArray[np.uint32] = self._window.host[:alarm_bytes].view(np.uint32)
         self.alarm = Alarm(on_host, meeting.rank, members or range(world_size))
         self.channels = {WINDOW: self._channel(links_of.WINDOW, [trips], trips)}
-        self.exchanges = {WINDOW: self._exchange(links_of.WINDOW_PIECES, inboxes[:world_size], True)}
-        self.gathers = self._exchange(links_of.ROWS, inboxes[world_size:], True)
+        self.exchanges = {WINDOW: self._sums(links_of.WINDOW_PIECES, inboxes[:world_size], True)}
+        self.gathers = self._exchange(links_of.ROWS, inboxes[world_size:], True, self._slots, False)
         self.copies = Copies(meeting) if has_copies else None
         self._peer: PeerMemory | None = None
         if has_peer:
             self._add_peer(trip_bytes)
 
+    def _inbox_bytes(self, is_window: bool) -> tuple[int, int]:
+        """(for sums, for parts of rows)."""
+        world_size = self.meeting.size
+        sums = self._sum_slots.inbox_bytes(world_size, is_window, self._has_owners)
+        return sums, self._slots.inbox_bytes(world_size, is_window, False)
+
     def _add_peer(self, trip_bytes: int) -> None:
-        world_size, rank = self.meeting.size, self.meeting.rank
-        sizes = trip_bytes, *(2 * (self.slots.inbox_bytes(world_size, False),))
+        rank = self.meeting.rank
+        sizes = trip_bytes, *self._inbox_bytes(False)
         try:
             self._peer = PeerMemory(self.meeting, sum(map(_aligned, sizes)))
         except ConfigError as error:
@@ -92,8 +100,8 @@ class Links:
         cut = [_cut(part, sizes) for part in self._peer.parts]
         others = [trips for peer, (trips, _, _) in enumerate(cut) if peer != rank]
         self.channels[PEER] = self._channel(links_of.PEER, others, cut[rank][0])
-        self.exchanges[PEER] = self._exchange(links_of.PEER_PIECES, [part[1] for part in cut], False)
-        self.gathers = self._exchange(links_of.ROWS, [part[2] for part in cut], False)
+        self.exchanges[PEER] = self._sums(links_of.PEER_PIECES, [part[1] for part in cut], False)
+        self.gathers = self._exchange(links_of.ROWS, [part[2] for part in cut], False, self._slots, False)
 
     def _channel(self, link: int, outboxes: list[Array], inbox: Array) -> Channel:
         return make_channel(
@@ -108,7 +116,10 @@ class Links:
             max_blocks=self._max_blocks,
         )
 
-    def _exchange(self, link: int, inboxes: list[Array], is_window: bool) -> Exchange:
+    def _sums(self, link: int, inboxes: list[Array], is_window: bool) -> Exchange:
+        return self._exchange(link, inboxes, is_window, self._sum_slots, self._has_owners)
+
+    def _exchange(self, link: int, inboxes: list[Array], is_window: bool, slots: Slots, has_owners: bool) -> Exchange:
         return make_exchange(
             self.meeting.rank,
             self.meeting.size,
@@ -116,10 +127,18 @@ class Links:
             is_window=is_window,
             state=cupy.zeros(STATE_WORDS, np.uint32),
             alarm=self._alarm_words,
-            slots=self.slots,
+            slots=slots,
             number=link_id(self._number, link),
             patience_s=PATIENCE_S,
+            has_owners=has_owners,
         )
+
+    def set_patience(self, seconds: float) -> None:
+        """Of what is launched from now on."""
+        structs = [channel.struct for channel in self.channels.values()]
+        structs += [exchange.struct for exchange in (*self.exchanges.values(), self.gathers)]
+        for struct in structs:
+            struct["patience"] = int(seconds * 1e9)
 
     def forget(self) -> None:
         """After a way has failed, and all ranks have stopped: the alarm is over."""
@@ -130,7 +149,7 @@ class Links:
         states = [channel.state for channel in self.channels.values()]
         states += [exchange.state for exchange in (*self.exchanges.values(), self.gathers)]
         for state in states:
-            state[1:] = 0  # the numbers stay, which are the same on all ranks
+            state[2:] = 0  # the counts stay, which are the same on all ranks
         self.meeting.allgather(None)
 
     def close(self) -> None:

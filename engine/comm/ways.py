@@ -6,11 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from engine.errors import ConfigError
-from engine.kernels import all_reduce_pieces, int8_all_reduce
+from engine.kernels import all_reduce_pair, all_reduce_pieces, int8_all_reduce
 from engine.kernels.all_reduce import all_reduce
-from engine.kernels.channel import Channel, Exchange
-from engine.kernels.device import Device
+from engine.kernels.channel import MAX_RANKS, Channel, Exchange
+from engine.kernels.device import Device, Instance
+from engine.kernels.notes import Notes
+from engine.kernels.sum_parts import sum_parts
 
 Array = Any
 Sum = Callable[[Array, Array | None], Array]  # (partial, residual or None); the answer may be written over either
@@ -79,7 +83,8 @@ def ways_of(
     found = []
     for name, channel in channels.items():
         found.append(Way(name, _one_trip(channel, device), channel.most_bytes))
-        found.append(Way(f"{name}-int8", _int8(channel, rotate, device), channel.most_bytes, is_exact=False))
+        most = all_reduce_pair.most_packet_bytes(channel) if channel.world_size == 2 else channel.most_bytes
+        found.append(Way(f"{name}-int8", _int8(channel, rotate, device), most, is_exact=False))
     for name, exchange in exchanges.items():
         found.append(Way(f"{name}-pieces", _pieces(exchange, device)))
         found.append(Way(f"{name}-pieces-int8", _int8_pieces(exchange, rotate, device), is_exact=False))
@@ -90,20 +95,35 @@ def ways_of(
     return {way.name: way for way in found}
 
 
+def kernels_of(
+    channels: Mapping[str, Channel], exchanges: Mapping[str, Exchange], dtype: Any, rotate: bool = True
+) -> tuple[Instance, ...]:
+    """What has to be loaded on every rank before the ways of one are tried: a kernel waits for those of others."""
+    notes, x = Notes(), np.zeros((1, MAX_RANKS * int8_all_reduce.GROUP), dtype)
+    for way in ways_of(channels, exchanges, None, notes, rotate).values():
+        way.sum(x, None)
+    sum_parts(x, np.zeros((next(iter(channels.values())).world_size - 1, *x.shape), dtype), 0, None, device=notes)
+    return notes.instances
+
+
 def _one_trip(channel: Channel, device: Device) -> Sum:
     return lambda x, residual: all_reduce(x, channel, residual, device=device)
 
 
 def _pieces(exchange: Exchange, device: Device) -> Sum:
-    return lambda x, residual: all_reduce_pieces.all_reduce_pieces(x, exchange, residual, device=device)
+    function = all_reduce_pair.all_reduce_pair if exchange.world_size == 2 else all_reduce_pieces.all_reduce_pieces
+    return lambda x, residual: function(x, exchange, residual, device=device)
 
 
 def _int8(channel: Channel, rotate: bool, device: Device) -> Sum:
-    return lambda x, residual: int8_all_reduce.int8_all_reduce(x, channel, residual, rotate=rotate, device=device)
+    function = all_reduce_pair.int8_packets if channel.world_size == 2 else int8_all_reduce.int8_all_reduce
+    return lambda x, residual: function(x, channel, residual, rotate=rotate, device=device)
 
 
 def _int8_pieces(exchange: Exchange, rotate: bool, device: Device) -> Sum:
-    return lambda x, residual: all_reduce_pieces.int8_all_reduce(x, exchange, residual, rotate=rotate, device=device)
+    is_pair = exchange.world_size == 2
+    function = all_reduce_pair.int8_all_reduce_pair if is_pair else all_reduce_pieces.int8_all_reduce
+    return lambda x, residual: function(x, exchange, residual, rotate=rotate, device=device)
 
 
 def _nccl(nccl: Callable[[Array], Array]) -> Sum:
@@ -118,29 +138,40 @@ def _nccl(nccl: Callable[[Array], Array]) -> Sum:
 
 
 def choose(trials: Sequence[Trial], allowed: Callable[[str], bool], hidden_size: int) -> Plan:
-    """The quickest allowed way of each size.
+    """The quickest allowed way of each power of two, from the least size that was tried to the largest. Between two of
+    them a way takes what lies between its times there.
 
     Raises:
         ConfigError: none is left; says what became of each.
     """
     broken = {trial.way for trial in trials if trial.problem}
-    sizes = sorted({trial.num_bytes for trial in trials})
-    names = []
-    for num_bytes in sizes:
-        fitting = [
-            trial
-            for trial in trials
-            if trial.num_bytes == num_bytes
-            and trial.way not in broken
-            and allowed(trial.way)
-            and not (trial.way.endswith(INT8) and hidden_size % int8_all_reduce.GROUP)
-        ]
-        if fitting:
-            names.append((num_bytes, min(fitting, key=lambda trial: trial.us).way))
-    if not names:
+    times: dict[str, dict[int, float]] = {}
+    for trial in trials:
+        fits = not (trial.way.endswith(INT8) and hidden_size % int8_all_reduce.GROUP)
+        if trial.way not in broken and allowed(trial.way) and fits:
+            times.setdefault(trial.way, {})[trial.num_bytes] = trial.us
+    if not times:
         problems = "; ".join(f"{trial.way}: {trial.problem}" for trial in trials if trial.problem)
         raise ConfigError(f"there is no way for ranks to add up: {problems or 'none that --allreduce allows'}")
-    return Plan(tuple(size for size, _ in names), tuple(name for _, name in names))
+    tried = [num_bytes for of_way in times.values() for num_bytes in of_way]
+    best = {}
+    size = min(tried)
+    while size <= max(tried):
+        way = min(times, key=lambda name: _between(times[name], size))
+        if _between(times[way], size) < float("inf"):
+            best[size] = way
+        size *= 2
+    return Plan(tuple(best), tuple(best.values()))
+
+
+def _between(times: Mapping[int, float], num_bytes: int) -> float:
+    """Of a way at a size between two that it took, on a straight line; infinite beyond them."""
+    below = max((size for size in times if size <= num_bytes), default=None)
+    above = min((size for size in times if size >= num_bytes), default=None)
+    if below is None or above is None:
+        return float("inf")
+    share = 0.0 if below == above else (num_bytes - below) / (above - below)
+    return times[below] + share * (times[above] - times[below])
 
 
 def table(trials: Sequence[Trial]) -> str:

@@ -184,9 +184,10 @@ class Slots:
     def area_bytes(self) -> int:
         return self.num_lanes * self.num_stages * (self.slot_bytes + FLAG_BYTES)
 
-    def inbox_bytes(self, world_size: int, is_window: bool) -> int:
-        """Of one rank: an area for each rank's shares, and for each one's sums, or one for its own that all read."""
-        return (world_size + (1 if is_window else world_size)) * self.area_bytes
+    def inbox_bytes(self, world_size: int, is_window: bool, has_owners: bool = True) -> int:
+        """Of one rank: an area for each rank's shares, where sums have owners; one for what each rank hands to all, or
+        one for its own that all read."""
+        return ((world_size if has_owners else 0) + (1 if is_window else world_size)) * self.area_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,11 +213,13 @@ def make_exchange(
     slots: Slots,
     number: int = 0,
     patience_s: float = 10.0,
+    has_owners: bool = True,
 ) -> Exchange:
     """An exchange over memory that is there, all of it zeros at first.
 
     Args:
         inboxes: [slots.inbox_bytes] uint8 of each rank, by rank; is_window: all of them are memory that all read.
+        has_owners: whether ranks add up slices of their own; all_gather and all_reduce_pair have none.
         state, alarm, number: as of make_channel.
     Raises:
         KernelError: more ranks than kernels know.
@@ -225,13 +228,13 @@ def make_exchange(
         raise KernelError(f"{world_size} ranks; kernels add up 2 to {MAX_RANKS}")
     struct: np.void = np.zeros(1, EXCHANGE)[0]
     begins, area = [address(inbox) for inbox in inboxes], slots.area_bytes
-    sums_at = (
-        [world_size * area] * world_size if is_window else [(world_size + owner) * area for owner in range(world_size)]
-    )
+    first = world_size * area if has_owners else 0
+    sums_at = [first + (0 if is_window else owner) * area for owner in range(world_size)]
     readers = [rank] if is_window else [peer for peer in range(world_size) if peer != rank]
     for peer in range(world_size):
-        struct["scatter_to"][peer] = begins[peer] + rank * area
-        struct["scatter_from"][peer] = begins[rank] + peer * area
+        if has_owners:
+            struct["scatter_to"][peer] = begins[peer] + rank * area
+            struct["scatter_from"][peer] = begins[rank] + peer * area
         struct["gather_from"][peer] = begins[peer if is_window else rank] + sums_at[peer]
     struct["gather_to"][: len(readers)] = [begins[reader] + sums_at[rank] for reader in readers]
     struct["state"], struct["alarm"], struct["patience"] = address(state), address(alarm), int(patience_s * 1e9)

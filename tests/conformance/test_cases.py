@@ -5,7 +5,16 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from conformance import all_gather, all_reduce, all_reduce_pieces, int8_all_reduce, quantize, sum_parts
+from conformance import (
+    all_gather,
+    all_reduce,
+    all_reduce_pair,
+    all_reduce_pieces,
+    int8_all_reduce,
+    int8_all_reduce_pair,
+    quantize,
+    sum_parts,
+)
 from conformance.attention_biased import SEQS
 from conformance.case import Case
 from conformance.check import check, in_dtype, same_bits
@@ -17,7 +26,15 @@ RUN = [(target, case) for target, case in ALL if target not in case.skip]
 
 
 SIZES = ("none", "one", "odd", "wide", "wider-than-a-block")  # of cases of embedding
-COLLECTIVES = (all_gather, all_reduce, all_reduce_pieces, int8_all_reduce, sum_parts)
+COLLECTIVES = (
+    all_gather,
+    all_reduce,
+    all_reduce_pair,
+    all_reduce_pieces,
+    int8_all_reduce,
+    int8_all_reduce_pair,
+    sum_parts,
+)
 COPIES = ("none", "one", "smallest", "odd", "many", "wider-than-a-block", "wide-odd")  # of blocks
 
 

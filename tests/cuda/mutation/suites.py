@@ -27,7 +27,7 @@ GPU_ONLY = ("_sm90",)  # endings of .cu files
 NOT_RUN = ("ptx.cuh", "ptx_sm90.cuh", "grouped_sm90.cuh", "tile_walk.cuh")
 SHARED = {  # header that many include → whose cases must find its mutants, in this order
     "include/activation.cuh": ("activation", "linear"),
-    "include/channel.cuh": ("all_reduce", "int8_all_reduce", "all_gather", "all_reduce_pieces"),
+    "include/channel.cuh": ("all_reduce", "int8_all_reduce", "all_gather", "all_reduce_pieces", "all_reduce_pair"),
     "include/dtype.cuh": ("rmsnorm", "embedding"),
     "include/ranked_row.cuh": ("sampling", "sampling_logprobs", "sampling_edits"),
     "include/reduce.cuh": ("rmsnorm", "rope"),

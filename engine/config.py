@@ -222,7 +222,7 @@ class EngineConfig:
     # what ranks send to add up (bfloat16, float32: of a CPU), or the way that it goes (of GPUs)
     allreduce: AllReduce = "auto"
     # large steps in two halves, sums of one under the compute of the other; auto: from the size on where it is quicker
-    dual_stream: DualStream = "off"
+    dual_stream: DualStream = "auto"
 
     def step_limits(self, defaults: StepLimits) -> StepLimits:
         """What is asked for, or else the defaults of the machine, each within the other where only one is given."""

@@ -82,7 +82,7 @@ def _add_offline(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--pipeline-parallel-size", type=positive, default=1, help="with --model-shape, the same")
     parser.add_argument("--allreduce", choices=get_args(AllReduce), default="auto", help="with --model-shape, the same")
     parser.add_argument(
-        "--dual-stream", choices=get_args(DualStream), default="off", help="with --model-shape, the same"
+        "--dual-stream", choices=get_args(DualStream), default="auto", help="with --model-shape, the same"
     )
     parser.add_argument("--batches", type=positive_list, default=(1, 8), help="decode batch sizes, such as 1,8")
     parser.add_argument("--prefills", type=positive_list, default=(512,), help="prompt lengths")
@@ -114,7 +114,7 @@ def _run_offline(arguments: argparse.Namespace) -> int | None:
         ("tensor_parallel_size", 1),
         ("pipeline_parallel_size", 1),
         ("allreduce", "auto"),
-        ("dual_stream", "off"),
+        ("dual_stream", "auto"),
     ):
         if getattr(arguments, name) != default:
             raise ConfigError(f"--{name.replace('_', '-')}: is for --model-shape; give one of {', '.join(SHAPES)}")

@@ -102,7 +102,7 @@ class Split:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     allreduce: AllReduce = "auto"
-    dual_stream: DualStream = "off"
+    dual_stream: DualStream = "auto"
 
     @property
     def text(self) -> str:

@@ -10,7 +10,6 @@ import faulthandler
 import importlib
 import logging
 import os
-import re
 import shutil
 import time
 from collections import Counter
@@ -24,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 from engine.comm.board import RECORD_BYTES, Record
 from engine.comm.failure import AgreedError, Followed, Watch
 from engine.comm.launcher import hold_connections
+from engine.comm.leftovers import SHARED_MEMORY, names_of, sweep
 from engine.comm.mpi_sums import MpiComm
 from engine.comm.segment import Segment
 from engine.env import launched_rank, launched_ranks
@@ -33,8 +33,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 FIRST_NAP_S, LONGEST_NAP_S = 50e-6, 2e-3
 STDERR = 2
-SHARED_MEMORY, SHARED_BYTES = "/dev/shm", 4 << 20  # of a rank; MPICH takes one MiB, and what messages lie in
-MPI_NAMES = "mpich_|sm_segment|vader_segment"  # MPICH's, Open MPI's, that of an older one
+SHARED_BYTES = 4 << 20  # of shared memory a rank; MPICH takes one MiB, and what messages lie in
 JOIN_S = 60.0  # for all ranks to come
 TAG = 7
 
@@ -186,6 +185,7 @@ def join_ranks(environ: Mapping[str, str]) -> Ranks:
     """
     launched = launched_ranks(environ)
     if launched > 1:
+        sweep()
         _check_shared_memory(launched)
     return Ranks() if launched == 1 else _join(launched)
 
@@ -249,7 +249,6 @@ def _check_shared_memory(num_ranks: int) -> None:
 
 def _drop_names() -> None:
     """Takes away the names of MPI's shared memory, which all have mapped by now: it would stay after a kill -9."""
-    maps = Path("/proc/self/maps").read_text()
-    for path in set(re.findall(rf"{SHARED_MEMORY}/(?:{MPI_NAMES})\S+$", maps, re.MULTILINE)):
+    for path in names_of(Path("/proc/self/maps").read_text()):
         with contextlib.suppress(OSError):  # another rank was quicker
             os.unlink(path)

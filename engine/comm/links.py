@@ -70,7 +70,9 @@ class Links:
         alarm_bytes, trip_bytes = 4 * alarm_words(world_size), slots_bytes(world_size, ONE_TRIP_BYTES)
         sum_bytes, gather_bytes = self._inbox_bytes(True)
         sizes = alarm_bytes, trip_bytes, *(world_size * (sum_bytes,)), *(world_size * (gather_bytes,))
-        self._window = HostWindow(meeting, sum(map(_aligned, sizes)))
+        places = _places(sizes)
+        near = places[2 + meeting.rank], places[2 + world_size + meeting.rank]  # its own inboxes
+        self._window = HostWindow(meeting, sum(map(_aligned, sizes)), near)
         alarm, trips, *inboxes = _cut(self._window.array, sizes)
         self._alarm_words = alarm.view(np.uint32)
         on_host: NDArray[np.uint32] = self._window.host[:alarm_bytes].view(np.uint32)
@@ -167,7 +169,11 @@ def _aligned(num_bytes: int) -> int:
     return ALIGNMENT * -(-num_bytes // ALIGNMENT)
 
 
-def _cut(whole: Array, sizes: tuple[int, ...]) -> list[Array]:
-    """Arrays of these sizes, each at a multiple of ALIGNMENT."""
+def _places(sizes: Sequence[int]) -> list[slice]:
+    """Of parts of these sizes, each at a multiple of ALIGNMENT."""
     ends = np.cumsum([_aligned(size) for size in sizes]).tolist()
-    return [whole[end - _aligned(size) :][:size] for end, size in zip(ends, sizes, strict=True)]
+    return [slice(end - _aligned(size), end - _aligned(size) + size) for end, size in zip(ends, sizes, strict=True)]
+
+
+def _cut(whole: Array, sizes: Sequence[int]) -> list[Array]:
+    return [whole[place] for place in _places(sizes)]

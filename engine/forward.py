@@ -110,7 +110,7 @@ class EagerForward:
         num_first = halves[0].num_tokens
         states = [(comm.norm(part, self._norms[0]), part) for part in (residual[:num_first], residual[num_first:])]
         ready: list[Callable[[], Any]] = [lambda state=state: state for state in states]  # type: ignore[misc]
-        sums = list(zip(self._sums(0), self._sums(num_first), strict=True))
+        sums = list(zip(self._sums(0, True), self._sums(num_first, True), strict=True))
         for piece, norm, which in zip(pieces, self._norms[1:], sums, strict=False):
             for half, batch in enumerate(halves):
                 hidden, residual = ready[half]()
@@ -126,10 +126,10 @@ class EagerForward:
         comm.send(residual)
         return residual
 
-    def _sums(self, first_row: int) -> list[StepSum]:
+    def _sums(self, first_row: int, is_beside: bool = False) -> list[StepSum]:
         """One a piece, of the rows of a step from first_row on."""
         last = len(self._model.pieces) - 1
-        return [StepSum(first_row, is_first=number == 0, is_last=number == last) for number in range(last + 1)]
+        return [StepSum(first_row, number == 0, number == last, is_beside) for number in range(last + 1)]
 
     def rows(self, hidden: Array, indices: NDArray[np.int32]) -> Array:
         return hidden[indices]

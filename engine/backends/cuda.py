@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -327,6 +328,8 @@ def _first_step(num_tokens: int, vocab_size: int) -> StepPlan:
 
 def make_backend(config: EngineConfig, model_config: ModelConfig, place: Place) -> CudaBackend:
     """Raises KernelError where CUDA finds no GPU, or one that is too old; ConfigError where ranks outnumber GPUs."""
+    # A stream that waits for another rank must not share one of the GPU's queues, of which there are 8 by default.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     try:
         num_gpus = cupy.cuda.runtime.getDeviceCount()
         if place.count > num_gpus:

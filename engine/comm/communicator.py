@@ -20,12 +20,13 @@ class StepSum:
     """Which sum it is, of those that a stage's pieces ask for in a step.
 
     first_row: among the step's rows, of those that are added up: all, or a half, whose sums are a row of their own.
-    is_first, is_last: of these rows.
+    is_first, is_last: of these rows. is_beside: other rows are computed meanwhile.
     """
 
     first_row: int
     is_first: bool
     is_last: bool
+    is_beside: bool = False
 
 
 ALONE = StepSum(0, is_first=True, is_last=True)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from engine.comm.alarm import Alarm, Alarms
-from engine.comm.communicator import OneRank, StepSum
+from engine.comm.communicator import ALONE, OneRank, StepSum
 from engine.comm.ways import Plan, Way
 from engine.config import ModelConfig, ParallelConfig
 from engine.kernels.all_gather import all_gather
@@ -35,7 +35,7 @@ class GpuRanks:
 
     Args:
         stage: what joins the ranks of this one's stage; None: there is no other.
-        ways, plan: of the stage.
+        ways, plan: of the stage. plan_beside: of sums beside which others are computed.
         previous, following: what joins it with the rank that it receives from, and sends to.
         closes: what is to be done at the end, by all ranks together.
     """
@@ -50,6 +50,7 @@ class GpuRanks:
         stage: Line | None,
         ways: Mapping[str, Way],
         plan: Plan | None,
+        plan_beside: Plan | None = None,
         previous: Line | None = None,
         following: Line | None = None,
         closes: Sequence[Callable[[], None]] = (),
@@ -58,7 +59,7 @@ class GpuRanks:
         self.is_first = parallel.stage == 0
         self.is_last = parallel.stage == parallel.pipeline_parallel_size - 1
         self._one, self._device, self._dtype = OneRank(ops), device, dtype
-        self._stage, self._ways, self._plan = stage, ways, plan
+        self._stage, self._ways, self._plan, self._plan_beside = stage, ways, plan, plan_beside or plan
         self._previous, self._following = previous, following
         self._closes = closes
         self.alarms = Alarms([line.alarm for line in (stage, previous, following) if line is not None])
@@ -74,11 +75,11 @@ class GpuRanks:
     def reduce_add_norm(self, partial: Array, residual: Array, norm: Norm, which: StepSum) -> tuple[Array, Array]:
         if self._stage is None:
             return self._one.reduce_add_norm(partial, residual, norm, which)
-        residual = self._sum(partial, residual)
+        residual = self._sum(partial, residual, which)
         return self._one.norm(residual, norm), residual
 
     def reduce_add(self, partial: Array, residual: Array, which: StepSum) -> Array:
-        return self._sum(partial, residual)
+        return self._sum(partial, residual, which)
 
     def send(self, residual: Array) -> None:
         assert self._following is not None, "the last stage sends nothing"
@@ -114,7 +115,8 @@ class GpuRanks:
             close()
         self._closes = ()
 
-    def _sum(self, partial: Array, residual: Array | None) -> Array:
-        if self._stage is None or self._plan is None:
+    def _sum(self, partial: Array, residual: Array | None, which: StepSum = ALONE) -> Array:
+        plan = self._plan_beside if which.is_beside else self._plan
+        if self._stage is None or plan is None:
             return partial if residual is None else partial + residual
-        return self._ways[self._plan.way(int(partial.nbytes))].sum(partial, residual)
+        return self._ways[plan.way(int(partial.nbytes))].sum(partial, residual)

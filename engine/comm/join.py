@@ -46,7 +46,7 @@ def join_gpus(
         ConfigError: on all ranks of a group, where there is no way.
     """
     tp, pp, stage = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.stage
-    line, ways, plan = None, {}, None
+    line, ways, plan, plan_beside = None, {}, None, None
     closes: list[Callable[[], None]] = []
     if tp > 1:
         links = _join(world.Split(stage, parallel.tp_rank), 0, parallel, max_blocks, has_copies=True)
@@ -61,13 +61,15 @@ def join_gpus(
         allowed = partial(is_allowed, allreduce=allreduce)
         trials = measure(links, {name: way for name, way in ways.items() if allowed(name)}, dtype)
         plan = choose(trials, allowed, config.hidden_size)
-        if nccl is not None and NCCL not in plan.names:
+        plan_beside = choose(trials, allowed, config.hidden_size, is_beside=True)
+        if nccl is not None and NCCL not in (*plan.names, *plan_beside.names):
             nccl.close()  # some 900 MB
         elif nccl is not None:
             closes.append(nccl.close)
         closes.append(links.close)
         say = logger.info if parallel.rank == 0 else logger.debug
-        say("all-reduce: %s; microseconds:\n%s", plan.text(), table(trials))
+        say("all-reduce: %s; beside other rows: %s", plan.text(), plan_beside.text())
+        say("microseconds of a sum:\n%s", table(trials))
     else:
         world.Split(stage, parallel.tp_rank)
     neighbours = {}
@@ -79,7 +81,7 @@ def join_gpus(
             neighbours[first] = _line(pair_links)
             closes.append(pair_links.close)
     previous, following = neighbours.get(stage - 1), neighbours.get(stage)
-    return GpuRanks(ops, device, parallel, config, dtype, line, ways, plan, previous, following, closes)
+    return GpuRanks(ops, device, parallel, config, dtype, line, ways, plan, plan_beside, previous, following, closes)
 
 
 def is_allowed(way: str, allreduce: str) -> bool:

@@ -20,7 +20,9 @@ Array = Any
 Sum = Callable[[Array, Array | None], Array]  # (partial, residual or None); the answer may be written over either
 
 INT8, NCCL = "int8", "nccl"
+COPIES = "copies"
 LEAST_COPIED = 1 << 20  # bytes
+BESIDE = 1.5  # a kernel that waits hides nothing: large products leave it no multiprocessor, and wait for those it has
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ def ways_of(
         found.append(Way(f"{name}-pieces", _pieces(exchange, device)))
         found.append(Way(f"{name}-pieces-int8", _int8_pieces(exchange, rotate, device), is_exact=False))
     if copies is not None:
-        found.append(Way("window-copies", copies, least_bytes=LEAST_COPIED))
+        found.append(Way(f"window-{COPIES}", copies, least_bytes=LEAST_COPIED))
     if nccl is not None:
         found.append(Way(NCCL, _nccl(nccl)))
     return {way.name: way for way in found}
@@ -137,9 +139,10 @@ def _nccl(nccl: Callable[[Array], Array]) -> Sum:
     return add
 
 
-def choose(trials: Sequence[Trial], allowed: Callable[[str], bool], hidden_size: int) -> Plan:
+def choose(trials: Sequence[Trial], allowed: Callable[[str], bool], hidden_size: int, is_beside: bool = False) -> Plan:
     """The quickest allowed way of each power of two, from the least size that was tried to the largest. Between two of
-    them a way takes what lies between its times there.
+    them a way takes what lies between its times there. is_beside: other rows are computed meanwhile, so copies are
+    better as long as they take less than BESIDE times as long.
 
     Raises:
         ConfigError: none is left; says what became of each.
@@ -149,7 +152,8 @@ def choose(trials: Sequence[Trial], allowed: Callable[[str], bool], hidden_size:
     for trial in trials:
         fits = not (trial.way.endswith(INT8) and hidden_size % int8_all_reduce.GROUP)
         if trial.way not in broken and allowed(trial.way) and fits:
-            times.setdefault(trial.way, {})[trial.num_bytes] = trial.us
+            handicap = BESIDE if is_beside and COPIES not in trial.way else 1.0
+            times.setdefault(trial.way, {})[trial.num_bytes] = handicap * trial.us
     if not times:
         problems = "; ".join(f"{trial.way}: {trial.problem}" for trial in trials if trial.problem)
         raise ConfigError(f"there is no way for ranks to add up: {problems or 'none that --allreduce allows'}")

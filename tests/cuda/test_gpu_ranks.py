@@ -72,7 +72,7 @@ class Job:
         previous = before and line_of(before, 1)
         following = after and line_of(after, 0)
         plan = Plan((1 << 30,), (self.way,)) if line else None
-        return GpuRanks(ops, device, parallel, config, HALF, line, ways, plan, previous, following)
+        return GpuRanks(ops, device, parallel, config, HALF, line, ways, plan, None, previous, following)
 
     def run(self, of_rank: Callable[[int], Any]) -> list[Any]:
         with ThreadPoolExecutor(len(self.devices)) as team:

@@ -71,3 +71,10 @@ def test_kernels_of_all_ways_are_named(world_size: int) -> None:
         assert stems == {"all_reduce", "int8_all_reduce", "all_reduce_pieces", "sum_parts"}
     else:
         assert stems == {"all_reduce", "int8_all_reduce_pair", "all_reduce_pair", "sum_parts"}
+
+
+def test_copies_are_for_sums_beside_other_rows() -> None:
+    """Unless they take half as long again."""
+    tried = trials(**{"window-copies": {4: 14, 8: 8, 16: 9}, "window": {4: 9, 8: 6, 16: 10}})
+    assert choose(tried, everything, 64).names == ("window", "window", "window-copies")
+    assert choose(tried, everything, 64, is_beside=True).names == ("window", "window-copies", "window-copies")

@@ -59,8 +59,7 @@ def _late_calls(everybody: Records, limit: float) -> str:
         return ""
     others = [number for number in everybody if number not in waiting and everybody[number].step <= waiter.step]
     if waiter.doing is Doing.FINISHING:  # its own GPU is at it, unless a rank has not launched its part
-        others = [number for number in others if everybody[number].doing is Doing.COMPUTING]
-        others = [number for number in others if everybody[number].seconds_since_change > limit]
+        others = [number for number in others if _is_late(everybody[number], waiter, limit)]
         if not others and waited <= max(limit, RESULTS_S):
             return ""
         if not others:
@@ -68,6 +67,12 @@ def _late_calls(everybody: Records, limit: float) -> str:
     behind = sorted(waiting, key=lambda number: (everybody[number].step, everybody[number].collective))[:1]
     last = max(others or behind, key=lambda number: everybody[number].seconds_since_change)
     return _named(everybody, last, "hangs" if others else "waits for what no other rank does", longest, waited, limit)
+
+
+def _is_late(record: Record, waiter: Record, limit: float) -> bool:
+    """Whether it has not launched its part of the step, or not even taken its plan."""
+    is_behind = record.doing is Doing.COMPUTING or record.step < waiter.step
+    return is_behind and record.seconds_since_change > limit
 
 
 def _named(everybody: Records, last: int, how: str, waiter: int, waited: float, limit: float) -> str:

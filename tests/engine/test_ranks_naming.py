@@ -103,6 +103,19 @@ def test_a_gpu_that_gives_no_result_is_named_after_long() -> None:
     assert "rank 1 " in late(ranks, set())[:7]
 
 
+def test_a_rank_that_has_not_taken_its_plan_is_named_where_no_kernel_says_that_it_waits() -> None:
+    ranks = board(2)
+    ranks[1].idle()
+    ago(ranks[1], 3.0)
+    for record in ranks.values():
+        record.announce(5)
+    ranks[0].begin()
+    ranks[0].finish()
+    ago(ranks[0], 3.0)
+    assert "hangs, idle after step 4: rank 0 has waited for 3.0 s in step 5" in late(ranks, set())
+    assert late(ranks, set()).startswith("rank 1 ")
+
+
 def test_a_record_keeps_what_its_gpu_waits_for() -> None:
     record = board(1)[0]
     assert record.gpu_wait is None

@@ -15,6 +15,13 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "conformance" / "results"  # bench-h200.json, and bench-h200-sm_86.json for the paths of another arch
 ENGINE = ROOT / "engine" / "bench" / "results"  # h200-llama-3.1-8b.json
+ENGINE_TABLES = {  # place in README.md → stored run
+    "gpu-engine-w4": "h200-qwen2-72b-gptq-int4",
+    "gpu-engine-w4-small": "h200-qwen2-72b-gptq-int4-small",
+    "pair-70b-no-p2p": "h200x2-llama-3.1-70b-no-p2p",
+    "pair-70b-p2p": "h200x2-llama-3.1-70b-p2p",
+    "pair-72b-no-p2p": "h200x2-qwen2-72b-gptq-int4-no-p2p",
+}
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 TOKENWISE = (1, 64, 8192)
 LENGTHS = (2048, 8192, 16384)
@@ -199,6 +206,29 @@ def engine_table(stored: Record, older: Mapping[str, Record]) -> list[str]:
     return table
 
 
+def sums_table(stored: Record) -> list[str]:
+    """stored: a report of engine.bench allreduce."""
+    link = "memory of each other" if stored["has_peer"] else "the host"
+    exact, int8 = stored["best"]["exact"], {row["num_bytes"]: row for row in stored["best"]["int8"]}
+    head = ["KiB", "exact", "way", "with int8", "way", "NCCL, same run", "goal", "exact", "with int8"]
+    table = [
+        f"{stored['ranks']} × {stored['gpu']}, through {link}, driver {stored['driver']}, {stored['date'][:10]}; µs:",
+        "",
+        f"| {' | '.join(head)} |",
+        "|---" * len(head) + "|",
+    ]
+    for row in exact:
+        coded = int8[row["num_bytes"]]
+        cells = [f"{row['num_bytes'] >> 10:,}", _us(row["us"]), row["way"], _us(coded["us"]), coded["way"]]
+        cells += [_us(row["nccl"]), _us(row["goal"]), row["verdict"].lower(), coded["verdict"].lower()]
+        table.append(f"| {' | '.join(cells)} |")
+    return table
+
+
+def _us(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
 def _number(value: float | None) -> str:
     if value is None:
         return "–"
@@ -238,10 +268,13 @@ def tables(kernels: Path = KERNELS, engine: Path = ENGINE) -> dict[str, list[str
         prefix = "h200-llama-3.1-8b-"
         older = {path.stem.removeprefix(prefix): load(path) for path in sorted(engine.glob(f"{prefix}sm_*.json"))}
         found["gpu-engine"] = engine_table(load(engine / "h200-llama-3.1-8b.json"), older)
-    for place, name in (("gpu-engine-w4", ""), ("gpu-engine-w4-small", "-small")):
-        stored = engine / f"h200-qwen2-72b-gptq-int4{name}.json"
+    for place, name in ENGINE_TABLES.items():
+        if (engine / f"{name}.json").is_file():
+            found[place] = engine_table(load(engine / f"{name}.json"), {})
+    for links in ("no-p2p", "p2p"):
+        stored = engine / f"h200x2-allreduce-{links}.json"
         if stored.is_file():
-            found[place] = engine_table(load(stored), {})
+            found[f"pair-sums-{links}"] = sums_table(load(stored))
     if (kernels / "foreign-h200.json").is_file():
         found["foreign"] = foreign_table(load(kernels / "foreign-h200.json"))
     return found

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.bench import machine
 from engine.bench.arguments import report_file
 from engine.comm.ranks import join_ranks
 from engine.comm.ways import INT8, Trial
@@ -99,7 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
     best = {setting: rows(trials, setting == INT8, held_to) for setting in ("exact", INT8)}
     print(table(about, trials, best))
     if arguments.json is not None:
-        Path(arguments.json).write_text(as_json(about, trials, best) + "\n", encoding="utf-8")
+        where = machine.about(about["gpu"])
+        Path(arguments.json).write_text(as_json(where | about, trials, best) + "\n", encoding="utf-8")
     return int(any(row.verdict == "BEHIND" for of_setting in best.values() for row in of_setting))
 
 

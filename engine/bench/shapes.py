@@ -10,12 +10,9 @@ vLLM 0.26.0 on one H200 with the same definitions; they mean nothing on another 
 from __future__ import annotations
 
 import contextlib
-import datetime
-import hashlib
 import importlib
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -30,6 +27,7 @@ from typing import Literal
 import numpy as np
 
 from engine.api import GenerationRequest, SamplingParams
+from engine.bench.machine import about
 from engine.bench.model_shapes import QUANTS, SHAPES
 from engine.build import build_engine
 from engine.comm.ways import may_use_peer
@@ -91,8 +89,6 @@ PREFILLS, BATCHES = (512, 2048, 8192), (1, 8, 16, 32, 64, 128)
 SMALL = "small random weights"
 COLD, START, THROUGHPUT = "cold start", "start", "throughput"
 CACHES = ("XDG_CACHE_HOME", "CUPY_CACHE_DIR", "CUDA_CACHE_PATH")  # of our kernels, CuPy's, and the driver's
-DRIVER_FILE = Path("/proc/driver/nvidia/version")
-CUDA = Path(__file__).parents[2] / "cuda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,22 +199,8 @@ def measure(
     for name, value in values:
         limit, goal, peer = known.get(name, (None, None, None))
         figures.append(Figure(name, value, limit, goal, peer, _tflops(shape, name, value)))
-    about = {"shape": name_of_all, **({"weights": SMALL} if is_small else {}), **_about(built.device)}
-    return about | ({"allreduce": split.allreduce, "dual_stream": split.dual_stream} if split.text else {}), figures
-
-
-def _about(device: str) -> dict[str, str]:
-    """Where and with what; the digest is that of all files of cuda/."""
-    said = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", DRIVER_FILE.read_text("utf-8")) if DRIVER_FILE.is_file() else None
-    digest = hashlib.sha256()
-    for path in sorted(CUDA.glob("*.cu")) + sorted(CUDA.glob("include/*.cuh")):
-        digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
-    return {
-        "device": device,
-        "driver": said[0] if said else "",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cuda_sources": digest.hexdigest(),
-    }
+    settings = {"shape": name_of_all, **({"weights": SMALL} if is_small else {}), **about(built.device)}
+    return settings | ({"allreduce": split.allreduce, "dual_stream": split.dual_stream} if split.text else {}), figures
 
 
 def _cold_start(shape: str, arch: str, quant: str) -> float:

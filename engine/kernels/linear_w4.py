@@ -138,7 +138,7 @@ def linear_w4(x: Array, weight: LinearWeight, *, device: Device, dtype: Any = No
     _check(kernel, x, weight, PACKED)
     x = _in_order(x, weight, device)
     y = device.empty((x.shape[0], weight.out_features), x.dtype if dtype is None else dtype)
-    if is_worth_it(x, weight):
+    if is_worth_it(x, weight, device):
         linear_w4a8(kernel, x, weight, y, device)
     elif not _is_few(x, device):
         linear_w4_many(kernel, x, weight, y, device)
@@ -157,7 +157,7 @@ def linear_w4_gate_up_act(x: Array, weight: LinearWeight, activation: str, *, de
     if activation not in FUNCTIONS:
         raise KernelError(f"{kernel}: the activation {activation!r} has no kernel; there are {', '.join(FUNCTIONS)}")
     x = _in_order(x, weight, device)
-    if is_worth_it(x, weight):
+    if is_worth_it(x, weight, device):
         return linear_w4a8_gate_up_act(kernel, x, weight, activation, device=device)
     if not _is_few(x, device):
         return linear_w4_many_gate_up_act(kernel, x, weight, activation, device=device)

@@ -6,33 +6,64 @@ rounded to their codes and multiplied as floating point, by which nothing is won
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from engine.coded8 import FP8, INT8
 from engine.kernels.activation import FUNCTIONS
 from engine.kernels.check import CODE_TYPES, ceil_div, literal, type_name
 from engine.kernels.device import Boxes, Device, Instance
-from engine.kernels.linear_w4_many import linear_w4_many, linear_w4_many_gate_up_act, step_groups
+from engine.kernels.linear_w4_many import (
+    TILE_TOKENS,
+    linear_w4_many,
+    linear_w4_many_gate_up_act,
+    splits_of_last_round,
+    step_groups,
+)
 from engine.kernels.linear_w8_many import dequantized
 from engine.kernels.quantize import PAIRED, quantize_activations
 from engine.weights import LinearWeight
 
 Array = Any
 
-# A layer of 72B on an H200: as quick as linear_w4_sm90 for 256 tokens, 1.25 times for 384, 1.45 for 2048.
 MIN_TOKENS = 256
 STEP = 128  # columns of a step of linear_w4a8_sm90
 TOKENS = 128  # of a product
 CLUSTER = 2  # blocks
 ROWS = 256  # of a weight, of a tile
 STAGES = {1: 6, 2: 4}  # by the products a warpgroup has
-IDLE = 0.5  # of the SMs that tiles with two products would leave without work, where one is quicker
 
 
-def is_worth_it(x: Array, weight: LinearWeight) -> bool:
-    """Whether these activations are to be quantized."""
-    return bool(weight.activations) and x.shape[0] >= MIN_TOKENS
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Microseconds: of a round of tiles, one for each two SMs, of 8192 columns; and of what is no round."""
+
+    of_round: float
+    rest: float
+
+
+# Fitted to times of an H200, 120 of each: linear layers of 72B, of its halves and of 8B, 192 to 2048 tokens, with
+# quantization. What they choose is within 3 % of the quickest of all three (4 % once in 220), and on layers of
+# 72B from 256 tokens on never slower than activations of 16 bits.
+PACES = {INT8: {1: Pace(45.2, 6.5), 2: Pace(75.6, 3.4)}, FP8: {1: Pace(50.3, 6.3), 2: Pace(69.3, 3.7)}}  # by products
+PACE_16, SHARING = Pace(88.0, 2.0), 10.0  # SHARING: of tiles, in the last round
+COLUMNS = 8192
+LEAST_COLUMNS = 4096  # of those that were timed; weights with fewer are multiplied by codes from MIN_TOKENS on
+GAIN = 0.96  # of the time with 16 bits, at most: codes cost accuracy
+
+
+def is_worth_it(x: Array, weight: LinearWeight, device: Device) -> bool:
+    """Whether these activations are to be quantized: that is asked for, and quicker where it was timed."""
+    if not weight.activations or x.shape[0] < MIN_TOKENS:
+        return False
+    if not device.has_wgmma or weight.in_features < LEAST_COLUMNS:
+        return True
+    products, rounds = _quicker(x.shape[0], weight, device)
+    pace = PACES[weight.activations][products]
+    with_codes = rounds * pace.of_round * weight.in_features / COLUMNS + pace.rest
+    return with_codes <= GAIN * _microseconds_16(x.shape[0], weight, device)
 
 
 def linear_w4a8(kernel: str, x: Array, weight: LinearWeight, y: Array, device: Device) -> None:
@@ -58,13 +89,24 @@ def _suits(weight: LinearWeight, y: Array, device: Device) -> bool:
     return bool(device.has_wgmma) and y.shape[1] % 8 == 0 and weight.in_features % PAIRED == 0 and y.dtype != np.float32
 
 
-def _subtiles(y: Array, weight: LinearWeight, groups: int, device: Device) -> int:
-    """Two products, the quicker form, unless there are too few tiles for it.
+def _quicker(num_tokens: int, weight: LinearWeight, device: Device) -> tuple[int, int]:
+    """(products of a warpgroup, rounds of tiles) that take the least time.
 
-    With more than a group in a step there are too few registers. 256 tokens of 8192 rows on an H200: half the SMs.
+    With more than a group in a step there are too few registers for two products.
     """
-    tiles = ceil_div(y.shape[0], 2 * TOKENS) * ceil_div(weight.out_features, ROWS)
-    return 1 if groups > 1 or tiles <= IDLE * (device.num_sms // CLUSTER) else 2
+    most, row_tiles = 1 if step_groups(weight, STEP)[0] > 1 else 2, ceil_div(weight.out_features, ROWS)
+    clusters, paces = device.num_sms // CLUSTER, PACES[weight.activations]
+    rounds = {n: ceil_div(ceil_div(num_tokens, n * TOKENS) * row_tiles, clusters) for n in paces if n <= most}
+    return min(rounds.items(), key=lambda found: found[1] * paces[found[0]].of_round)
+
+
+def _microseconds_16(num_tokens: int, weight: LinearWeight, device: Device) -> float:
+    """Of linear_w4_sm90, whose last round's tiles are shared by clusters that had none."""
+    clusters = device.num_sms // CLUSTER
+    tiles = ceil_div(num_tokens, TILE_TOKENS) * ceil_div(weight.out_features, ROWS)
+    splits, shared = splits_of_last_round(num_tokens, weight, device)
+    rounds = (tiles - shared) // clusters + 1 / splits if shared else ceil_div(tiles, clusters)
+    return rounds * PACE_16.of_round * weight.in_features / COLUMNS + PACE_16.rest + (SHARING if shared else 0)
 
 
 def _rounded(x: Array, kind: str, device: Device) -> Array:
@@ -76,7 +118,7 @@ def _rounded(x: Array, kind: str, device: Device) -> Array:
 def _launch(x: Array, weight: LinearWeight, activation: str, y: Array, device: Device) -> None:
     codes, x_scale = quantize_activations(x, weight.activations, device=device, pairs=True)
     tensors, (groups, shift) = weight.tensors, step_groups(weight, STEP)
-    subtiles = _subtiles(y, weight, groups, device)
+    subtiles, _ = _quicker(x.shape[0], weight, device)
     stages = STAGES[subtiles]
     types = f"{type_name('linear_w4a8_sm90', 'y', y)}, {CODE_TYPES[codes.dtype]}, {activation}"
     device.launch(

@@ -127,6 +127,39 @@ def test_when_activations_of_packed_weights_are_quantized(
     assert entries(notes) == wanted
 
 
+@pytest.mark.parametrize(
+    ("kind", "num_tokens", "rows", "columns", "kernel"),
+    [  # what was quickest on an H200: layers of 72B, one of its halves, one of 8B
+        ("int8", 256, 10240, 8192, "kNone, false, 1, 2, 4"),  # 75 µs, 86 with 16 bits, 97 with one product
+        ("int8", 384, 10240, 8192, "kNone, false, 1, 1, 6"),  # 98, 119, 148 with two
+        ("int8", 512, 10240, 8192, "linear_w4_sm90"),  # 124, 138 and 149 with codes
+        ("fp8", 512, 10240, 8192, "linear_w4_sm90"),
+        ("fp8", 256, 8192, 8192, "linear_w4_sm90"),  # 56 and 59
+        ("int8", 256, 8192, 29568, "linear_w4_sm90"),  # 170 and 177
+        ("fp8", 2048, 8192, 29568, "kNone, false, 1, 2, 4"),  # 1019 and 1277
+        ("fp8", 1024, 5120, 8192, "linear_w4_sm90"),  # 124 and 140
+        ("int8", 512, 4096, 4096, "kNone, false, 1, 1, 6"),  # 29 and 34
+    ],
+)
+def test_activations_are_quantized_where_that_is_quicker(
+    kind: ActivationKind, num_tokens: int, rows: int, columns: int, kernel: str
+) -> None:
+    notes, weight = Notes(*HOPPER), LinearWeight(PACKED, rows, columns, blank4(rows, columns, 128, False), None, kind)
+    linear_w4(np.zeros((num_tokens, columns), BF16), weight, device=notes)
+    assert kernel in entries(notes)[-1]
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_other_gpus_round_activations_from_the_same_number_on(kind: ActivationKind) -> None:
+    weight = LinearWeight(PACKED, 64, 8192, blank4(64, 8192, 128, False), None, kind)
+    names = []
+    for num_tokens in (255, 256):
+        notes = Notes()
+        linear_w4(np.zeros((num_tokens, 8192), BF16), weight, device=notes)
+        names.append("quantize" in [instance.stem for instance in notes.instances])
+    assert names == [False, True]
+
+
 def test_gated_packed_weights_too() -> None:
     notes = Notes(*HOPPER)
     weight = LinearWeight(PACKED_GATED, 128, 256, blank4(128, 256, 128, False), None, "fp8")

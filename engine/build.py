@@ -46,6 +46,8 @@ from engine.system import has_nvidia_driver
 
 logger = logging.getLogger(__name__)
 
+TOGETHER_S = 300.0  # for what all ranks do at the same time, before there are steps
+
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
@@ -190,7 +192,8 @@ def _load(config: EngineConfig, ranks: Ranks, found: _Found, progress: bool) -> 
     backend, whole, parallel = found.backend, found.model_config, found.parallel
     comm, problems = None, []
     try:
-        comm = backend.make_comm(ranks.world, parallel, whole, config)
+        with ranks.within(TOGETHER_S, "joining the ranks"):
+            comm = backend.make_comm(ranks.world, parallel, whole, config)
     except ConfigError as error:
         problems.append(str(error))
     ranks.agree(problems, "joining the ranks")
@@ -203,13 +206,15 @@ def _load(config: EngineConfig, ranks: Ranks, found: _Found, progress: bool) -> 
     weights = backend.load(found.source, weight_map, config, progress)
     model = architecture.build(rank_config(whole, parallel), weights, backend.ops)
     ranks.gather(None, "loading the weights")  # what is free is known once all have theirs
-    memory = backend.plan_memory(config, found.limits, model, weights, found.num_positions)
+    with ranks.within(TOGETHER_S, "trying the largest step"):
+        memory = backend.plan_memory(config, found.limits, model, weights, found.num_positions)
     memory = memory.with_blocks(ranks.minimum(memory.num_blocks, "planning the memory"))
     memory = memory.with_swap_space(swap_bytes(config, ranks.size))
     logger.info("memory:\n%s", memory.table())
     cache = backend.make_cache(model, memory)
     rope = RopeTable(model.config.rope, model.config.rotary_dim, found.num_positions)
-    forward = backend.make_forward(found.limits, model, comm, cache, rope, found.num_positions)
+    with ranks.within(TOGETHER_S, "trying steps of all sizes"):
+        forward = backend.make_forward(found.limits, model, comm, cache, rope, found.num_positions)
     if config.check_ranks and ranks.size > 1:
         forward = CheckedForward(forward, ranks, parallel, backend.ops.sampling)
     return _Part(model, comm, cache, rope, forward, memory)

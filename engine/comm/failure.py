@@ -8,6 +8,7 @@ tells its front end first, so that it answers "not healthy" for as long as it is
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import logging
 import os
 import select
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 BEAT_S = 0.1  # between two looks at the board
 SILENT_S = 1.0  # a rank that has not beaten for so long may be stopped
 LINGER_S = 1.0  # while /health says that the engine is dead
+STDERR = 2
 PATIENCE_S = 3.0  # of a rank that waits to be ended by the one who names
 
 
@@ -88,6 +90,21 @@ class Watch:
         except BaseException as error:
             logger.exception("rank %d: an exception that nothing catches", self._rank)
             self.fail(f"{type(error).__name__}: {error}")
+
+    @contextmanager
+    def within(self, seconds: float, what: str) -> Iterator[None]:
+        """What takes longer inside ends the job, once the log says where each rank waits."""
+        timer = threading.Timer(seconds, self._give_up, (seconds, what))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _give_up(self, seconds: float, what: str) -> NoReturn:
+        faulthandler.dump_traceback(STDERR)
+        self.fail(f"{what} took longer than {seconds:.0f} s; where it waits is above")
 
     def fail(self, reason: str) -> NoReturn:
         """This rank cannot go on; ends all."""

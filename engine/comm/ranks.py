@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from engine.comm.board import RECORD_BYTES, Record
-from engine.comm.failure import AgreedError, Followed, Watch
+from engine.comm.failure import STDERR, AgreedError, Followed, Watch
 from engine.comm.launcher import hold_connections
 from engine.comm.leftovers import SHARED_MEMORY, names_of, sweep
 from engine.comm.mpi_sums import MpiComm
@@ -32,7 +32,6 @@ from engine.errors import ConfigError, EngineDeadError
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 FIRST_NAP_S, LONGEST_NAP_S = 50e-6, 2e-3
-STDERR = 2
 SHARED_BYTES = 4 << 20  # of shared memory a rank; MPICH takes one MiB, and what messages lie in
 JOIN_S = 60.0  # for all ranks to come
 TAG = 7
@@ -132,6 +131,10 @@ class Ranks:
     def guard(self) -> AbstractContextManager[None]:
         """What is raised inside ends all ranks of many, see Watch.guard."""
         return nullcontext() if self.watch is None else self.watch.guard()
+
+    def within(self, seconds: float, what: str) -> AbstractContextManager[None]:
+        """What takes longer inside ends all ranks of many, see Watch.within."""
+        return nullcontext() if self.watch is None else self.watch.within(seconds, what)
 
     def agree(self, problems: Sequence[str], what: str) -> None:
         """Goes on where no rank has a problem.

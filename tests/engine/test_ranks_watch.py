@@ -22,6 +22,7 @@ from engine.comm.launcher import launchers
 from engine.comm.naming import late
 from engine.comm.segment import Segment
 from engine.errors import ConfigError
+from tests.serve.servers import until
 
 
 class EndedError(BaseException):
@@ -191,6 +192,26 @@ def test_an_exception_in_the_guard_ends_all(monkeypatch: pytest.MonkeyPatch, cap
         assert ranks.records[0].text == "ValueError: by a test"
         assert ranks.sleepers[0].wait(10) == -signal.SIGKILL
     assert "Traceback" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # EndedError
+def test_what_takes_too_long_ends_all_and_what_does_not_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with job(0, 2, monkeypatch) as ranks:
+        with ranks.watch.within(0.0, "joining"):
+            assert until(lambda: bool(ranks.ends))
+        assert ranks.told == [
+            f"rank 0 (pid {os.getpid()}) has failed: joining took longer than 0 s; where it waits is above"
+        ]
+    assert "test_what_takes_too_long" in capfd.readouterr().err
+    with job(0, 2, monkeypatch) as ranks:
+        with ranks.watch.within(60.0, "joining"):
+            timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+        assert len(timers) == 1
+        timers[0].join(10)
+        assert not timers[0].is_alive()
+        assert not ranks.ends
 
 
 @pytest.mark.parametrize("error", [Followed(0), AgreedError("all know")])

@@ -80,6 +80,8 @@ def plant(fault: str) -> None:
             at_step(lambda: time.sleep(1000))
         case "disagree":
             at_step(lambda: setattr(MpiRanks, "reduce_add_norm", slightly_off))
+        case "join":
+            engine.backends.cpu.MpiRanks = lambda *_: time.sleep(60)
         case "late":
             time.sleep(60)
         case "no memory":
@@ -95,7 +97,7 @@ def plant(fault: str) -> None:
 
 
 def main(fault: str, rank: str, *flags: str) -> int:
-    engine.comm.ranks.JOIN_S = 5.0
+    engine.comm.ranks.JOIN_S = engine.build.TOGETHER_S = 5.0
     if rank in ("all", str(launched_rank(os.environ))):
         plant(fault.partition("=")[0])
         if fault == "flags":

@@ -268,6 +268,15 @@ def test_dst_10_a_rank_that_never_comes(model: Path) -> None:
         path.unlink()
 
 
+def test_dst_10_a_rank_that_hangs_while_ranks_join(model: Path) -> None:
+    """Nobody waits for ever, and the log says where each waits."""
+    server = faulty(model, "join")
+    assert server.wait(30) != 0
+    log = "".join(server.lines)
+    assert "joining the ranks took longer than 5 s" in log
+    assert "in make_comm" in log
+
+
 def test_mpi_that_is_missing_is_said_once(model: Path) -> None:
     server = faulty(model, "no mpi", "all")
     assert server.wait(15) == 1

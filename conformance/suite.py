@@ -21,6 +21,7 @@ from conformance import (
     golden,
     int8_all_reduce,
     int8_all_reduce_pair,
+    int8_codes,
     kernel_models,
     kv_cache,
     kv_cache_codes,
@@ -51,6 +52,7 @@ OPS = (
     gather_columns,
     int8_all_reduce,
     int8_all_reduce_pair,
+    int8_codes,
     mla,
     rmsnorm,
     quantize,
@@ -79,7 +81,7 @@ KERNEL_TARGETS = ("host", "gpu")
 QUICK = (  # words of names: ends that are easy to miss
     *("penalties-all", "odd", "wider-than-a-block", "one-short-of-16-bytes", "gqa", "padding"),
     *("seventeen-tokens", "splits", "prefill-chunks", "forward-llama3", "all-ties", "logprobs-20"),
-    *("edits-spread", "rows-window-of-2"),
+    *("edits-spread", "rows-window-of-2", "rotated-rows-window", "-rows-of-2"),
 )
 NO_KERNEL = "there is no kernel for it yet"
 

@@ -25,6 +25,7 @@ FORMATS = {  # stem → ref file
     "all_reduce_pair": "collectives",
     "all_reduce_pieces": "collectives",
     "gather_columns": "quant/groups",
+    "int8_codes": "int8_feedback",
     "quantize": "quant/fused",
     "repack4": "quant/groups",
     "sum_parts": "collectives",

@@ -101,8 +101,9 @@ def float_sum(comm: MpiComm, dtype: np.dtype[Any], shard: Float32, which: StepSu
 
 def plain_int8_sum(comm: MpiComm, shard: Float32, which: StepSum) -> Float32:
     """What ref.int8_all_reduce.int8_all_reduce gives without rotation."""
+    num_tokens, hidden_size = shard.shape
     summed, _ = _int8_sum(comm, to_groups(shard, rotate=False))
-    return from_groups(summed, *shard.shape, rotate=False)
+    return from_groups(summed, num_tokens, hidden_size, rotate=False)
 
 
 class FeedbackSum:
@@ -116,12 +117,13 @@ class FeedbackSum:
         carried = self._carried.pop(which.first_row, None)
         if which.is_last:
             return float_sum(self._comm, np.dtype(np.float32), shard, which)
+        num_tokens, hidden_size = shard.shape
         groups = to_groups(shard, rotate=True)
-        if not which.is_first:
+        if carried is not None and not which.is_first:
             groups = groups + carried
         summed, left_out = _int8_sum(self._comm, groups)
         self._carried[which.first_row] = round_to(left_out, CARRIED)
-        return from_groups(summed, *shard.shape, rotate=True)
+        return from_groups(summed, num_tokens, hidden_size, rotate=True)
 
 
 def _int8_sum(comm: MpiComm, groups: Float32) -> tuple[Float32, Float32]:

@@ -12,6 +12,7 @@ from conformance import (
     all_reduce_pieces,
     int8_all_reduce,
     int8_all_reduce_pair,
+    int8_codes,
     quantize,
     sum_parts,
 )
@@ -33,6 +34,7 @@ COLLECTIVES = (
     all_reduce_pieces,
     int8_all_reduce,
     int8_all_reduce_pair,
+    int8_codes,
     sum_parts,
 )
 COPIES = ("none", "one", "smallest", "odd", "many", "wider-than-a-block", "wide-odd")  # of blocks

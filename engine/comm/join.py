@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
+import cupy
+
 from engine.comm.gpu_ranks import GpuRanks, Line
+from engine.comm.kept_times import digest_of, keep_times, load_times
 from engine.comm.links import Links
 from engine.comm.meeting import Meeting
 from engine.comm.nccl import Nccl
-from engine.comm.planner import measure
-from engine.comm.ways import INT8, NCCL, choose, kernels_of, may_use_peer, table, ways_of
+from engine.comm.planner import measure, wrong
+from engine.comm.ways import INT8, NCCL, Plan, Trial, Way, choose, kernels_of, may_use_peer, table, ways_of
 from engine.config import ModelConfig, ParallelConfig
 from engine.errors import ConfigError
+from engine.kernels.compile import CUDA
 from engine.kernels.gpu import Gpu
 from engine.ops import OpTable
+from engine.system import cache_dir
 
 Array = Any
 
@@ -46,30 +53,13 @@ def join_gpus(
         ConfigError: on all ranks of a group, where there is no way.
     """
     tp, pp, stage = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.stage
-    line, ways, plan, plan_beside = None, {}, None, None
+    line, plan, beside = None, None, None
+    ways: dict[str, Way] = {}
     closes: list[Callable[[], None]] = []
     if tp > 1:
         links = _join(world.Split(stage, parallel.tp_rank), 0, parallel, max_blocks, has_copies=True)
-        nccl = _nccl(links) if allreduce in ("auto", "nccl") else None
-        add_up = nccl.all_reduce if nccl is not None else None
         line = _line(links)
-        assert links.copies is not None, "as asked for"
-        rotate = allreduce != "int8-plain"
-        copied = partial(links.copies.all_reduce, device=device)
-        ways = ways_of(links.channels, links.exchanges, add_up, device, rotate, copied)
-        device.prepare(kernels_of(links.channels, links.exchanges, dtype, rotate), progress=False)
-        allowed = partial(is_allowed, allreduce=allreduce)
-        trials = measure(links, {name: way for name, way in ways.items() if allowed(name)}, dtype)
-        plan = choose(trials, allowed, config.hidden_size)
-        plan_beside = choose(trials, allowed, config.hidden_size, is_beside=True)
-        if nccl is not None and NCCL not in (*plan.names, *plan_beside.names):
-            nccl.close()  # some 900 MB
-        elif nccl is not None:
-            closes.append(nccl.close)
-        closes.append(links.close)
-        say = logger.info if parallel.rank == 0 else logger.debug
-        say("all-reduce: %s; beside other rows: %s", plan.text(), plan_beside.text())
-        say("microseconds of a sum:\n%s", table(trials))
+        ways, plan, beside, closes = _choose(links, device, dtype, allreduce, config.hidden_size, parallel.rank == 0)
     else:
         world.Split(stage, parallel.tp_rank)
     neighbours = {}
@@ -81,7 +71,73 @@ def join_gpus(
             neighbours[first] = _line(pair_links)
             closes.append(pair_links.close)
     previous, following = neighbours.get(stage - 1), neighbours.get(stage)
-    return GpuRanks(ops, device, parallel, config, dtype, line, ways, plan, plan_beside, previous, following, closes)
+    return GpuRanks(ops, device, parallel, config, dtype, line, ways, plan, beside, previous, following, closes)
+
+
+def _choose(
+    links: Links, device: Gpu, dtype: Any, allreduce: str, hidden_size: int, speaks: bool
+) -> tuple[dict[str, Way], Plan, Plan, list[Callable[[], None]]]:
+    """(ways, plan, plan beside other rows, what is to be closed). Times of an earlier start hold where all is as it was
+    and the ways that they lead to are right today."""
+    allowed = partial(is_allowed, allreduce=allreduce)
+    say = logger.info if speaks else logger.debug
+    facts = _facts(links, dtype, allreduce)
+    folder = cache_dir() / "all-reduce"
+    trials = links.meeting.allgather(load_times(folder, facts) if links.meeting.rank == 0 else None)[0]
+    kept = () if trials is None else _both(trials, allowed, hidden_size)
+    nccl, ways = _ways(links, device, dtype, allreduce, not kept or any(NCCL in plan.names for plan in kept))
+    begin = time.perf_counter()
+    if kept and (problems := wrong(links, ways, kept, dtype)):
+        say("all-reduce is timed anew: what was kept of another start is not right today:\n%s", table(problems))
+        kept = ()
+        if nccl is None:
+            nccl, ways = _ways(links, device, dtype, allreduce, True)
+    if trials is None or not kept:
+        trials = measure(links, {name: way for name, way in ways.items() if allowed(name)}, dtype)
+        if links.meeting.rank == 0 and not any(trial.problem for trial in trials):
+            keep_times(folder, facts, trials)
+    plan, beside = _both(trials, allowed, hidden_size)
+    seconds = time.perf_counter() - begin
+    say("all-reduce: %s; beside other rows: %s", plan.text(), beside.text())
+    say("microseconds of a sum (%s, %.1f s):\n%s", "kept, checked" if kept else "tried", seconds, table(trials))
+    closes: list[Callable[[], None]] = [links.close]
+    if nccl is not None and NCCL in (*plan.names, *beside.names):
+        closes.insert(0, nccl.close)
+    elif nccl is not None:
+        nccl.close()  # some 900 MB
+    return ways, plan, beside, closes
+
+
+def _both(trials: Sequence[Trial], allowed: Callable[[str], bool], hidden_size: int) -> tuple[Plan, Plan]:
+    return choose(trials, allowed, hidden_size), choose(trials, allowed, hidden_size, is_beside=True)
+
+
+def _ways(links: Links, device: Gpu, dtype: Any, allreduce: str, has_nccl: bool) -> tuple[Nccl | None, dict[str, Way]]:
+    """Ready to be tried."""
+    assert links.copies is not None, "as asked for"
+    nccl = _nccl(links) if allreduce in ("auto", "nccl") and has_nccl else None
+    add_up = nccl.all_reduce if nccl is not None else None
+    rotate = allreduce != "int8-plain"
+    copied = partial(links.copies.all_reduce, device=device)
+    ways = ways_of(links.channels, links.exchanges, add_up, device, rotate, copied)
+    device.prepare(kernels_of(links.channels, links.exchanges, dtype, rotate), progress=False)
+    return nccl, ways
+
+
+def _facts(links: Links, dtype: Any, allreduce: str) -> dict[str, Any]:
+    """All that times depend on; the same on all ranks."""
+    runtime = cupy.cuda.runtime
+    number = cupy.cuda.Device().id
+    name = runtime.getDeviceProperties(number)["name"].decode()
+    sources = [*CUDA.glob("*.cu"), *CUDA.glob("include/*.cuh"), *Path(__file__).parent.glob("*.py")]
+    return {
+        "gpus": links.meeting.allgather((name, runtime.deviceGetPCIBusId(number))),
+        "cuda": (runtime.driverGetVersion(), runtime.runtimeGetVersion()),
+        "links": sorted(links.channels),
+        "dtype": str(dtype),
+        "allreduce": allreduce,
+        "sources": digest_of(sources),
+    }
 
 
 def is_allowed(way: str, allreduce: str) -> bool:

@@ -45,14 +45,17 @@ def measure(
     return trials
 
 
-def wrong(links: Links, ways: Mapping[str, Way], plan: Plan, dtype: Any, hidden_size: int = 8192) -> list[Trial]:
-    """What a plan says that was made before, and is not right today: its ways are tried, and not timed."""
+def wrong(
+    links: Links, ways: Mapping[str, Way], plans: Sequence[Plan], dtype: Any, hidden_size: int = 8192
+) -> list[Trial]:
+    """What plans say that were made of other times, and is not right today: ways are tried, and not timed; one that is
+    not there any more is wrong too."""
+    choices = dict.fromkeys((name, size) for plan in plans for size, name in zip(plan.sizes, plan.names, strict=True))
+    if lost := [Trial(name, size, float("inf"), "it is not there") for name, size in choices if name not in ways]:
+        return lost
     links.meeting.allgather(None)
     links.set_patience(TRIAL_PATIENCE_S)
-    trials = [
-        _try(links, ways[name], num_bytes, dtype, hidden_size, lambda links, way, x: 0.0)
-        for num_bytes, name in zip(plan.sizes, plan.names, strict=True)
-    ]
+    trials = [_try(links, ways[name], size, dtype, hidden_size, lambda links, way, x: 0.0) for name, size in choices]
     links.set_patience(PATIENCE_S)
     return [trial for trial in trials if trial.problem]
 

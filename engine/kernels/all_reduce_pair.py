@@ -30,7 +30,7 @@ GROUP = 32  # numbers
 MAX_WARPS = 16  # of a block
 ROUNDS, LANES = 4, 32  # of a bundle in a chunk
 BUNDLE_BYTES, INT8_BUNDLE_BYTES = 2048, 2176  # of a warp in a slot
-NUM_STAGES = 8
+CHUNKS = 4  # of a block
 PACKET_NUMBERS, BUNDLE_PACKETS = 1024, 96  # of a bundle in packets
 
 
@@ -103,10 +103,11 @@ def _launch(
 
 
 def grid(bundles: int, bundle_bytes: int, exchange: Exchange) -> tuple[int, int]:
-    """(blocks, warps of each) for so many bundles: blocks come first, as each waits by itself; then warps."""
+    """(blocks, warps of each) for so many bundles: blocks come first, as each waits by itself; then chunks of a block, so
+    that one goes out while another comes in; then warps."""
     most = min(MAX_WARPS, exchange.slots.slot_bytes // bundle_bytes)
-    blocks = min(exchange.slots.num_lanes, ceil_div(bundles, 2))
-    return blocks, min(most, ceil_div(bundles, blocks))
+    blocks = min(exchange.slots.num_lanes, bundles)
+    return blocks, min(most, ceil_div(bundles, blocks * CHUNKS))
 
 
 def _check(name: str, x: Array, residual: Array | None, world_size: int) -> None:

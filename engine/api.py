@@ -155,6 +155,7 @@ class ModelInfo:
     has_chat_template: bool
     max_logprobs: int = 20
     default_sampling: Mapping[str, float | int] = field(default_factory=dict)  # from generation_config.json
+    about: Mapping[str, Any] = field(default_factory=dict)  # versions, device, flags: for those who measure; no secrets
 
 
 @dataclass(frozen=True, slots=True)

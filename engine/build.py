@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from engine.about import about
 from engine.admission import Limits
 from engine.api import ModelInfo
 from engine.backends.backend import ALONE, Backend, Place
@@ -140,6 +141,7 @@ def _build(config: EngineConfig, ranks: Ranks, found: _Found, faults: Faults | N
         has_chat_template=False,
         max_logprobs=config.max_logprobs,
         default_sampling=found.model_config.default_sampling,
+        about=about(config, found.parallel, found.backend.description),
     )
 
     def close() -> None:

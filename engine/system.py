@@ -6,8 +6,10 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import re
 from pathlib import Path
 
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
 CUPY = ("cupy-cuda12x", "cupy-cuda13x")
 
 
@@ -33,7 +35,13 @@ def usable_cores() -> int:
 
 def has_nvidia_driver() -> bool:
     """Whether the kernel has an NVIDIA driver loaded."""
-    return Path("/proc/driver/nvidia/version").exists()
+    return DRIVER_FILE.exists()
+
+
+def nvidia_driver() -> str:
+    """Its version; empty where there is none."""
+    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", DRIVER_FILE.read_text("utf-8")) if has_nvidia_driver() else None
+    return found[0] if found else ""
 
 
 def available_memory() -> int:

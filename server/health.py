@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engine.errors import EngineDeadError
 from server.service import Service, ready_model
 from server.wire import json_response
 
@@ -16,7 +17,12 @@ async def health(service: Service, request: Request) -> Response:
 
 
 async def version(service: Service, request: Request) -> Response:
-    return json_response({"version": service.settings.version})
+    """The server's version; once there is a model, also what computes it, and with which flags."""
+    try:
+        about = service.client.model.about
+    except EngineDeadError:
+        about = {}
+    return json_response({"version": service.settings.version, **about})
 
 
 async def metrics(service: Service, request: Request) -> Response:

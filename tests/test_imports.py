@@ -56,7 +56,7 @@ LAYERS = (
         "engine.kernels.__main__",
     ),
     ("engine.backends",),
-    ("engine.admission", "engine.rank_checks"),
+    ("engine.about", "engine.admission", "engine.rank_checks"),
     ("engine.in_flight", "engine.slots", "engine.follow"),
     ("engine.loop",),
     ("engine.build",),

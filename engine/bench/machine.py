@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import re
 from pathlib import Path
 
-DRIVER_FILE = Path("/proc/driver/nvidia/version")
+from engine.system import nvidia_driver
+
 CUDA = Path(__file__).parents[2] / "cuda"
 
 
 def about(device: str) -> dict[str, str]:
     """Where and with what; the digest is that of all files of cuda/."""
-    said = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", DRIVER_FILE.read_text("utf-8")) if DRIVER_FILE.is_file() else None
     digest = hashlib.sha256()
     for path in sorted(CUDA.glob("*.cu")) + sorted(CUDA.glob("include/*.cuh")):
         digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
     return {
         "device": device,
-        "driver": said[0] if said else "",
+        "driver": nvidia_driver(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cuda_sources": digest.hexdigest(),
     }

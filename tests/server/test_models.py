@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,6 +50,20 @@ def test_models_before_the_model_is_known() -> None:
 
 def test_version() -> None:
     assert strict_json(get(app_of(version="1.2.3"), "/version")) == {"version": "1.2.3"}
+
+
+class AboutClient(FakeClient):
+    @property
+    def model(self) -> ModelInfo:
+        return replace(super().model, about={"device": "abacus", "flags": {"seed": 3}})
+
+
+def test_version_says_what_computes_and_with_which_flags() -> None:
+    """Once there is a model, and to those with a key."""
+    said = {"version": "1.2.3", "device": "abacus", "flags": {"seed": 3}}
+    assert strict_json(get(app_of(AboutClient(), version="1.2.3"), "/version")) == said
+    assert strict_json(get(app_of(LoadingClient(), version="1.2.3"), "/version")) == {"version": "1.2.3"}
+    assert get(app_of(AboutClient(), api_keys=("k",)), "/version").status_code == 401
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from engine.kernels.sum_parts import sum_parts
 Array = Any
 
 TO_HOST, FROM_HOST = 2, 1  # cudaMemcpyKind
+EQUAL = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
 
 
 class Copies:
@@ -42,6 +43,10 @@ class Copies:
 
     def all_reduce(self, x: Array, residual: Array | None, device: Device) -> Array:
         """See engine.kernels.sum_parts; x as it is there."""
+        return sum_parts(x, self.gather(x, device), self.rank, residual, device=device)
+
+    def gather(self, x: Array, device: Device) -> Array:
+        """x of the other ranks, [size − 1, …], where all bring a contiguous array of one shape and type."""
         others = device.empty((self.size - 1, *x.shape), x.dtype)
         caller = cupy.cuda.get_current_stream()
         self._begun.record(caller)
@@ -52,7 +57,7 @@ class Copies:
         for stream, ended in zip(self._streams, self._ended, strict=True):
             ended.record(stream)
             caller.wait_event(ended)
-        return sum_parts(x, others, self.rank, residual, device=device)
+        return others
 
     def word(self, sender: int, receiver: int, place: int) -> int:
         """Its address for the GPU."""
@@ -76,8 +81,7 @@ class _CopyLane:
 
     def wait(self, sender: int, receiver: int, place: int, value: int) -> None:
         word = self._copies.word(sender, receiver, place)
-        equal = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
-        check(driver.cuStreamWaitValue32(self._stream, word, value, equal), "waiting for a word of the window")
+        check(driver.cuStreamWaitValue32(self._stream, word, value, EQUAL), "waiting for a word of the window")
 
     def write(self, sender: int, receiver: int, place: int, value: int) -> None:
         word = self._copies.word(sender, receiver, place)

@@ -21,8 +21,9 @@ from conformance.ranked import Group, RankedOps, make_group
 from engine.errors import KernelError
 from engine.kernels import all_reduce as kernels
 from engine.kernels.channel import Report, last_wait, packets
+from tests.cuda.isolated import isolated
 from tests.cuda.mutants import Mutant, mutants
-from tests.cuda.test_mutants import copy_of_cuda, isolated, planted
+from tests.cuda.test_mutants import copy_of_cuda, copy_with
 
 FEW = (  # cases that together see what the mutants below do
     "plain-rows-window-of-2",
@@ -76,14 +77,6 @@ def finding(few: Sequence[Case], folder: Path) -> str:
         if problems := check(case, machine.ops, memory=machine.memory).problems:
             return f"{case.name}: {problems[0]}"
     return ""
-
-
-def copy_with(mutant: Mutant, folder: Path) -> Path:
-    """A copy of cuda/ with one fault in it."""
-    copy = copy_of_cuda(folder)
-    file = copy / mutant.file
-    file.write_text(planted(file.read_text("utf-8"), mutant.old, mutant.new), "utf-8")
-    return copy
 
 
 def some_slow(faults: Sequence[Mutant], quick: int) -> list[Any]:

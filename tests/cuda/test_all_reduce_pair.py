@@ -18,10 +18,11 @@ from engine.errors import KernelError
 from engine.kernels import all_reduce_pair as kernels
 from engine.kernels.channel import Slots
 from ref.int8_all_reduce import int8_all_reduce
+from tests.cuda.isolated import isolated
 from tests.cuda.mutants import Mutant, mutants
-from tests.cuda.test_all_reduce import copy_with, finding, some_slow
+from tests.cuda.test_all_reduce import finding, some_slow
 from tests.cuda.test_all_reduce_pieces import hostile
-from tests.cuda.test_mutants import copy_of_cuda, isolated
+from tests.cuda.test_mutants import copy_of_cuda, copy_with
 
 FEW = ("numbers-rows-window", "add-numbers-large-peer", "add-rotated-large-window", "int8-rows-peer")
 FEW_PACKETS = ("rotated-rows-window", "add-rotated-large-peer", "int8-few-peer")

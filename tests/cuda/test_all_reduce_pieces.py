@@ -19,9 +19,10 @@ from engine.kernels import all_reduce_pieces as kernels
 from engine.kernels import int8_all_reduce as packets
 from engine.kernels.channel import Slots, make_exchange
 from ref.int8_all_reduce import int8_all_reduce
+from tests.cuda.isolated import isolated
 from tests.cuda.mutants import Mutant, mutants
-from tests.cuda.test_all_reduce import copy_with, finding, some_slow
-from tests.cuda.test_mutants import copy_of_cuda, isolated
+from tests.cuda.test_all_reduce import finding, some_slow
+from tests.cuda.test_mutants import copy_of_cuda, copy_with
 
 FEW = ("numbers-rows-window-of-3", "rotated-few-peer-of-3", "rotated-rows-window-of-3", "add-rotated-large-peer-of-2")
 MUTANTS = (

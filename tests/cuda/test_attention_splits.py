@@ -18,6 +18,8 @@ from conformance.host_device import HostDevice
 from engine.kernels.attention import attention_decode
 from engine.kernels.notes import Notes
 from ref import attention
+from tests.cuda.conftest import Verdict
+from tests.cuda.isolated import planted
 
 Array = NDArray[Any]
 
@@ -125,22 +127,25 @@ MANY_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, *MANY_FAULTS])
-def test_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
+def judge(fault: str, folder: Path) -> str:
     text, replacement = (FAULTS | MANY_FAULTS)[fault]
     num_sms, n_heads = (MANY_SMS, MANY_HEADS) if fault in MANY_FAULTS else (NUM_SMS, N_HEADS)
-    source = (CUDA / "attention_decode.cu").read_text("utf-8")
-    assert source.count(text) == 1
-    shutil.copytree(CUDA / "include", tmp_path / "include")
-    (tmp_path / "host").symlink_to(CUDA / "host")
-    (tmp_path / "attention_decode.cu").write_text(source.replace(text, replacement), "utf-8")
+    shutil.copytree(CUDA / "include", folder / "include")
+    (folder / "host").symlink_to(CUDA / "host")
+    source = planted((CUDA / "attention_decode.cu").read_text("utf-8"), text, replacement)
+    (folder / "attention_decode.cu").write_text(source, "utf-8")
     for order in ORDERS:
         try:
-            if problem(HostDevice(*order, folder=tmp_path, num_sms=num_sms), n_heads):
-                return
-        except KernelFault:
-            return
-    pytest.fail(f"nothing noticed: {fault}")
+            if found := problem(HostDevice(*order, folder=folder, num_sms=num_sms), n_heads):
+                return found
+        except KernelFault as fault_:
+            return str(fault_)
+    return ""
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, *MANY_FAULTS])
+def test_planted_fault_is_seen(fault: str, verdict: Verdict) -> None:
+    assert verdict(judge), "nothing is noticed"
 
 
 @pytest.mark.parametrize(

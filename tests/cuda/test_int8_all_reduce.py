@@ -13,9 +13,10 @@ from conformance.machines import host_machine
 from conformance.ranked import RankedOps, make_group
 from engine.errors import KernelError
 from engine.kernels.int8_all_reduce import can_send, int8_all_reduce, num_bundles
+from tests.cuda.isolated import isolated
 from tests.cuda.mutants import Mutant, mutants
-from tests.cuda.test_all_reduce import copy_with, finding, some_slow
-from tests.cuda.test_mutants import isolated
+from tests.cuda.test_all_reduce import finding, some_slow
+from tests.cuda.test_mutants import copy_with
 
 FEW = ("rotated-rows-window-of-3", "rotated-few-peer-of-3", "add-rotated-large-peer-of-2")
 MUTANTS = (

@@ -15,10 +15,11 @@ from engine.errors import KernelError
 from engine.kernels.carried import CARRIED, Carried
 from engine.kernels.int8_codes import codes_bytes, quantize_codes, sum_codes
 from ref.int8_feedback import int8_feedback_all_reduce, nothing_carried
+from tests.cuda.isolated import isolated
 from tests.cuda.mutants import Mutant, mutants
-from tests.cuda.test_all_reduce import copy_with, finding, some_slow
+from tests.cuda.test_all_reduce import finding, some_slow
 from tests.cuda.test_all_reduce_pieces import hostile
-from tests.cuda.test_mutants import copy_of_cuda, isolated
+from tests.cuda.test_mutants import copy_of_cuda, copy_with
 
 FEW = ("carried-three-groups-of-3", "carried-several-rounds-of-2", "rotated-rows-of-2", "int8-one-group-of-2")
 MUTANTS = (

@@ -24,6 +24,8 @@ from ref import attention
 from ref.numerics import round_to
 from ref.quant.kv import kv_dequantize, kv_quantize
 from ref.rope import rope
+from tests.cuda.conftest import Verdict
+from tests.cuda.isolated import planted
 
 Array = NDArray[Any]
 KINDS: tuple[KVKind, ...] = ("fp8", "int8")
@@ -192,20 +194,22 @@ FAULTS = {  # file, text found once in it, what replaces it
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
+def judge(fault: str, folder: Path) -> str:
     file, text, replacement = FAULTS[fault]
-    shutil.copytree(CUDA / "include", tmp_path / "include")
-    (tmp_path / "host").symlink_to(CUDA / "host")
+    shutil.copytree(CUDA / "include", folder / "include")
+    (folder / "host").symlink_to(CUDA / "host")
     for name in ("attention_decode.cu", "attention_prefill.cu"):
-        shutil.copy(CUDA / name, tmp_path / name)
-    source = (tmp_path / file).read_text("utf-8")
-    assert source.count(text) == 1
-    (tmp_path / file).write_text(source.replace(text, replacement), "utf-8")
+        shutil.copy(CUDA / name, folder / name)
+    (folder / file).write_text(planted((folder / file).read_text("utf-8"), text, replacement), "utf-8")
     for order in (("in_step", 0), ("greedy", 0), ("random", 1)):
         try:
-            if problem(HostDevice(*order, folder=tmp_path), "fp8"):
-                return
-        except KernelFault:
-            return
-    pytest.fail(f"nothing noticed: {fault}")
+            if found := problem(HostDevice(*order, folder=folder), "fp8"):
+                return found
+        except KernelFault as fault_:
+            return str(fault_)
+    return ""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_seen(fault: str, verdict: Verdict) -> None:
+    assert verdict(judge), "nothing is noticed"

@@ -38,6 +38,8 @@ from engine.kernels.notes import Notes
 from engine.weights import LinearWeight
 from ref.linear import linear as ref_linear
 from ref.numerics import round_to
+from tests.cuda.conftest import Verdict
+from tests.cuda.isolated import planted
 
 Array = NDArray[Any]
 
@@ -260,20 +262,20 @@ MUTANTS = {  # fault: text found once in cuda/linear.cu, what replaces it
 }
 
 
-@pytest.mark.parametrize("fault", MUTANTS)
-def test_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
-    text, replacement = MUTANTS[fault]
-    source = (CUDA / "linear.cu").read_text("utf-8")
-    assert source.count(text) == 1
-    shutil.copytree(CUDA / "include", tmp_path / "include")
-    (tmp_path / "host").symlink_to(CUDA / "host")
-    (tmp_path / "linear.cu").write_text(source.replace(text, replacement), "utf-8")
+def judge(fault: str, folder: Path) -> str:
+    shutil.copytree(CUDA / "include", folder / "include")
+    (folder / "host").symlink_to(CUDA / "host")
+    (folder / "linear.cu").write_text(planted((CUDA / "linear.cu").read_text("utf-8"), *MUTANTS[fault]), "utf-8")
     for order in ORDERS:
-        mutated = HostDevice(*order, sanitizer="address" if "behind" in fault else "", folder=tmp_path)
+        mutated = HostDevice(*order, sanitizer="address" if "behind" in fault else "", folder=folder)
         try:
-            seen = problems(mutated, SKINNY, Shape(5, 75, 1016, True), "bfloat16")
-        except (KernelFault, AssertionError):
-            return
-        if seen:
-            return
-    pytest.fail(f"nothing noticed: {fault}")
+            if seen := problems(mutated, SKINNY, Shape(5, 75, 1016, True), "bfloat16"):
+                return seen[0]
+        except (KernelFault, AssertionError) as fault_:
+            return f"{type(fault_).__name__} {fault_}"
+    return ""
+
+
+@pytest.mark.parametrize("fault", MUTANTS)
+def test_planted_fault_is_seen(fault: str, verdict: Verdict) -> None:
+    assert verdict(judge), "nothing is noticed"

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -17,39 +12,27 @@ import pytest
 from conformance.check import check
 from conformance.host import KernelFault, Library
 from conformance.host_build import CUDA
-from conformance.host_device import ORDERS
-from conformance.machines import host_machine
+from conformance.host_device import ORDERS, HostDevice
+from conformance.machines import host_machine, kernels_of
+from tests.cuda.conftest import Verdict
 from tests.cuda.edges import EDGES
+from tests.cuda.isolated import planted
 from tests.cuda.mutants import GEMM, MUTANTS, Mutant
 from tests.cuda.test_kernels import STEMS, cases_of
 from tests.cuda.test_shim import KERNELS
-
-PROCESSES = get_context("forkserver")
-PROCESSES.set_forkserver_preload([__name__])  # so that a new process has imported everything
-
-
-def isolated(function: Callable[..., str], *arguments: Any) -> str:
-    """The answer of a function that runs in a process of its own, or that the process died: a kernel that writes where
-    it should not can take all with it."""
-    with ProcessPoolExecutor(1, PROCESSES) as pool:
-        try:
-            return pool.submit(function, *arguments).result()
-        except BrokenProcessPool:
-            return "the process died"
-
-
-def planted(text: str, old: str, new: str) -> str:
-    assert text.count(old) == 1, f"{old!r} is there {text.count(old)} times"
-    return text.replace(old, new)
+from tests.cuda.usual import usual
 
 
 def finding(stem: str, folder: Path, storage: str) -> str:
     """The first case or edge that a copy of cuda/ fails, and how; "" if it passes all."""
-    machine = host_machine(cases_of(stem, storage), folder=folder)
-    for case in cases_of(stem, storage):
-        problems = check(case, machine.ops, memory=machine.memory).problems
-        if problems:
-            return f"{case.name}: {problems[0]}"
+    of_stem = cases_of(stem, storage)
+    quick = usual([(case, kernels_of([case], HostDevice())) for case in of_stem])
+    for some in (quick, of_stem):
+        machine = host_machine(some, folder=folder)
+        for case in some:
+            problems = check(case, machine.ops, memory=machine.memory).problems
+            if problems:
+                return f"{case.name}: {problems[0]}"
     for edge in EDGES.get(stem, ()):
         try:
             problems = tuple(edge(machine.ops))
@@ -64,12 +47,21 @@ def copy_of_cuda(folder: Path) -> Path:
     return Path(shutil.copytree(CUDA, folder / "cuda"))
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
-def test_a_planted_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
-    copy = copy_of_cuda(tmp_path)
+def copy_with(mutant: Mutant, folder: Path) -> Path:
+    """A copy of cuda/ with one fault in it."""
+    copy = copy_of_cuda(folder)
     file = copy / mutant.file
     file.write_text(planted(file.read_text("utf-8"), mutant.old, mutant.new), "utf-8")
-    assert isolated(finding, mutant.stem, copy, mutant.storage), "all cases pass"
+    return copy
+
+
+def judge(fault: Mutant, folder: Path) -> str:
+    return finding(fault.stem, copy_with(fault, folder), fault.storage)
+
+
+@pytest.mark.parametrize("fault", MUTANTS, ids=str)
+def test_a_planted_fault_is_found(fault: Mutant, verdict: Verdict) -> None:
+    assert verdict(judge), "all cases pass"
 
 
 @pytest.mark.parametrize("stem", STEMS)
@@ -97,11 +89,16 @@ def wrong_product(source: Path) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("fault", "old", "new"), GEMM, ids=[fault.replace(" ", "-") for fault, _, _ in GEMM])
-def test_a_planted_fault_of_a_pipeline_is_found(fault: str, old: str, new: str, tmp_path: Path) -> None:
-    source = tmp_path / "gemm.cu"
+def judge_product(fault: tuple[str, str, str], folder: Path) -> str:
+    _, old, new = fault
+    source = folder / "gemm.cu"
     source.write_text(planted((KERNELS / "gemm.cu").read_text("utf-8"), old, new), "utf-8")
-    assert isolated(wrong_product, source)
+    return wrong_product(source)
+
+
+@pytest.mark.parametrize("fault", GEMM, ids=[fault.replace(" ", "-") for fault, _, _ in GEMM])
+def test_a_planted_fault_of_a_pipeline_is_found(fault: tuple[str, str, str], verdict: Verdict) -> None:
+    assert verdict(judge_product), "nothing is found"
 
 
 def test_the_true_pipeline_is_right() -> None:

@@ -26,7 +26,8 @@ from engine.logit_edits import SAMPLED, SlotEdits, pack_edits
 from engine.ops import OpTable, SamplingOps, cpu_ops
 from engine.sampler import Sampler, SampleResult
 from ref.sampling import keep_set
-from tests.cuda.test_mutants import isolated, planted
+from tests.cuda.conftest import Verdict
+from tests.cuda.isolated import planted
 
 Array = NDArray[Any]
 
@@ -302,14 +303,8 @@ IN_EVERY_RUN = (  # of one kind each; the others take `make test-full`
 )
 
 
-@pytest.mark.parametrize(
-    ("file", "old", "new"),
-    [
-        pytest.param(file, old, new, id=fault, marks=[] if fault in IN_EVERY_RUN else [pytest.mark.slow])
-        for file, fault, old, new in FAULTS
-    ],
-)
-def test_a_planted_fault_is_found(file: str, old: str, new: str, tmp_path: Path) -> None:
+def judge(fault: tuple[str, str, str, str], folder: Path) -> str:
+    file, _, old, new = fault
     stems = ("sampling", "sampling_logprobs") if file == HEADER else (file.removesuffix(".cu"),)
     header = (CUDA / HEADER).read_text("utf-8")
     if file == HEADER:
@@ -319,5 +314,16 @@ def test_a_planted_fault_is_found(file: str, old: str, new: str, tmp_path: Path)
         text = text if file == HEADER else planted(text, old, new)
         # the header goes into the file: parts of the shim are built again for each set of headers
         text = text.replace('#include "ranked_row.cuh"', header.replace("#pragma once", ""))
-        (tmp_path / f"{stem}.cu").write_text(text, "utf-8")
-    assert any(isolated(finding, tmp_path, stem) for stem in stems), "nothing is found"
+        (folder / f"{stem}.cu").write_text(text, "utf-8")
+    return next(filter(None, (finding(folder, stem) for stem in stems)), "")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, id=fault[1], marks=[] if fault[1] in IN_EVERY_RUN else [pytest.mark.slow])
+        for fault in FAULTS
+    ],
+)
+def test_a_planted_fault_is_found(fault: tuple[str, str, str, str], verdict: Verdict) -> None:
+    assert verdict(judge), "nothing is found"

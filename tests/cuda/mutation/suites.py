@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -21,10 +20,11 @@ from engine.kernels.table import kernel_ops
 from tests.conformance.test_kernel_cases import HOST, is_slow
 from tests.cuda import test_linear, test_linear_w8, test_repack4, test_sampling
 from tests.cuda.edges import EDGES
+from tests.cuda.usual import usual
 
 GPU_ONLY = ("_sm90",)  # endings of .cu files
-# Inline PTX, for which cuda/host/ptx.h stands; GPU-only kernels'.
-NOT_RUN = ("ptx.cuh", "ptx_sm90.cuh", "grouped_sm90.cuh", "tile_walk.cuh")
+# Inline PTX, for which cuda/host/ptx.h stands; GPU-only kernels'; an enum alone.
+NOT_RUN = ("ptx.cuh", "ptx_sm90.cuh", "grouped_sm90.cuh", "tile_walk.cuh", "wire.cuh")
 SHARED = {  # header that many include → whose cases must find its mutants, in this order
     "include/activation.cuh": ("activation", "linear"),
     "include/channel.cuh": ("all_reduce", "int8_all_reduce", "all_gather", "all_reduce_pieces", "all_reduce_pair"),
@@ -47,11 +47,12 @@ def files() -> list[str]:
 
 @cache
 def stems_of(file: str) -> tuple[str, ...]:
-    """Of a header without an entry in SHARED all kernels that include it."""
+    """Of a header without an entry in SHARED all kernels that include it, by itself or through another."""
     if file in SHARED or file.endswith(".cu"):
         return SHARED.get(file, (file.removesuffix(".cu"),))
     include = f'#include "{file.removeprefix("include/")}"'
-    return tuple(name.removesuffix(".cu") for name in files() if include in (CUDA / name).read_text("utf-8"))
+    found = [stems_of(name) for name in files() if include in (CUDA / name).read_text("utf-8")]
+    return tuple(dict.fromkeys(stem for stems in found for stem in stems))
 
 
 @cache
@@ -70,12 +71,8 @@ def cases_of(stem: str) -> list[Case]:
 @cache
 def of_one_instance(stem: str) -> list[Case]:
     """Those of them that need but one instance of each kernel, the one that most cases need: a quick build."""
-    of_stem = [(case, {one for one in kernels if one.stem == stem}) for case, kernels in _launched()]
-    counts = Counter(one for _, kernels in of_stem for one in sorted(kernels, key=str))
-    usual: dict[str, Instance] = {}
-    for instance, _ in counts.most_common():
-        usual.setdefault(instance.entry.partition("<")[0], instance)
-    return [case for case, kernels in of_stem if kernels and kernels <= set(usual.values())]
+    of_stem = [(case, [one for one in kernels if one.stem == stem]) for case, kernels in _launched()]
+    return usual([(case, kernels) for case, kernels in of_stem if kernels])
 
 
 def first_finding(stem: str, folder: Path) -> str:

@@ -30,6 +30,7 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 CHUNK = 16  # tokens that a warp of attention_decode takes at once; of codes twice as many
 HEADS = 16  # query heads that a block of it takes; of codes half, where so few share a KV head
 DECODE_WARPS = 4
+LONG = 32768  # tokens that a sequence may have, from which on its splits are long
 HOPPER_TILES = {64: 128, 128: 128, 256: 64}  # tokens of a tile of attention_prefill_sm90, by head_dim
 HOPPER_BOX = 16  # tokens that it copies at once
 BLOCKS_PER_SM = 1  # of attention_decode, that a grid is split for: more splits cost more to combine than they hide
@@ -69,7 +70,8 @@ def attention_decode(
     heads = HEADS if n_rep > HEADS // 2 or not coded else HEADS // 2
     groups = ceil_div(n_rep, heads)
     num_blocks = num_seqs * n_kv_heads * groups
-    num_splits = _num_splits(num_blocks, block_table.shape[1] * block_size, device)
+    longest = block_table.shape[1] * block_size
+    num_splits = _num_splits(num_blocks, longest, device)
     partial = device.empty((num_seqs, n_heads, num_splits, head_dim), np.float32) if num_splits > 1 else None
     lse = device.empty((num_seqs, n_heads, num_splits), np.float32) if num_splits > 1 else None
     stage_bytes = 4 * CHUNK * head_dim + (16 * CHUNK if coded else 0)
@@ -78,9 +80,10 @@ def attention_decode(
         stages = 2
     warp_bytes = max(stages * stage_bytes, 4 * HEADS * head_dim)
     # A block that has an SM for itself takes twice the warps: quicker where it has all tokens of its sequence (16
-    # sequences of 8B 5.18 -> 5.05 ms a step) and where few sequences may be long (one of 128k tokens 141 -> 132 µs, of
-    # 1024 as quick); with two splits it is slower (8 sequences 4.63 -> 4.69 ms).
-    alone = num_blocks * num_splits <= device.num_sms and num_splits != 2
+    # sequences of 8B 5.18 -> 5.05 ms a step) and where few sequences may be long (one of 128k tokens 141 -> 132 µs).
+    # With two splits it is slower (8 sequences 4.63 -> 4.69 ms), and so where none is long: the SM has no room left for
+    # the linear layer behind it, which fetches weights meanwhile (one of 1024 tokens, int8 74.4 -> 72.5 µs a layer).
+    alone = num_blocks * num_splits <= device.num_sms and (num_splits == 1 or (num_splits > 2 and longest > LONG))
     warps = 2 * DECODE_WARPS if alone else DECODE_WARPS
     while warps * warp_bytes > device.max_shared_bytes:
         warps //= 2

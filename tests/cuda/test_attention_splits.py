@@ -149,14 +149,14 @@ def test_planted_fault_is_seen(fault: str, verdict: Verdict) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_seqs", "warps"),
-    [(1, 8), (4, 8), (8, 4), (16, 8), (17, 4)],  # in 16, 4, 2, 1 and 1 splits; 17 sequences are 136 blocks
+    ("num_seqs", "longest", "warps"),  # in 16, 4, 2, 1 and 1 splits; 17 sequences are 136 blocks
+    [(1, 16384, 4), (1, 32784, 8), (4, 16384, 4), (4, 65536, 8), (8, 65536, 4), (16, 16384, 8), (17, 16384, 4)],
 )
-def test_warps_of_a_block(num_seqs: int, warps: int) -> None:
-    """Of 132 SMs: twice as many where a block has an SM for itself, but for two splits."""
+def test_warps_of_a_block(num_seqs: int, longest: int, warps: int) -> None:
+    """Of 132 SMs: twice as many where a block has an SM for itself, and a whole sequence or a part that may be long."""
     notes = Notes(num_sms=132, max_shared_bytes=227 << 10)
     cache_ = np.zeros((1, 16, 8, 128), ml_dtypes.bfloat16)
-    q, table = np.zeros((num_seqs, 32, 128), ml_dtypes.bfloat16), np.zeros((num_seqs, 1024), np.int32)
+    q, table = np.zeros((num_seqs, 32, 128), ml_dtypes.bfloat16), np.zeros((num_seqs, longest // 16), np.int32)
     attention_decode(q, cache_, cache_, table, np.zeros(num_seqs, np.int32), SM_SCALE, device=notes)
     (launch,) = notes.launches
     assert launch.instance.entry == f"attention_decode<bf16, 128, {warps}, 3>"

@@ -185,6 +185,7 @@ RULES = {
         and name != "engine.ops"
         and not within(name, "engine.cpu")
         and name != "engine.comm.mpi_sums"  # what CPU ranks send
+        and name != "engine.bench.load_picture"  # drawn as the plots of the course are
         and name not in ("engine.split", "engine.split_sizes")  # which part a rank has, decided before load
         # what quantized checkpoints mean is said once, and their numbers are made before or at load, off the token path
         and not within(name, "engine.quantize")

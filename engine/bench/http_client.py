@@ -30,17 +30,17 @@ class Reply:
         return int(self.usage.get("completion_tokens", 0))
 
 
-async def get(url: str, path: str) -> bytes:
+async def get(url: str, path: str, api_key: str = "") -> bytes:
     """The body of a GET; raises RequestFailedError unless the status is 200."""
-    reply = await _exchange(url, f"GET {path}", b"", {})
+    reply = await _exchange(url, f"GET {path}", b"", _authorization(api_key))
     if reply.status != 200:
         raise RequestFailedError(f"{url}{path} answered {reply.status}: {reply.body[:200]!r}")
     return reply.body
 
 
-async def metrics(url: str) -> dict[str, float]:
+async def metrics(url: str, api_key: str = "") -> dict[str, float]:
     """The server's own numbers by their names, labels included, without the prefix glint: of each."""
-    text = (await get(url, "/metrics")).decode()
+    text = (await get(url, "/metrics", api_key)).decode()
     found = re.findall(r"^glint:(\S+) (\S+)$", text, re.MULTILINE)
     if not found:
         raise RequestFailedError(f"{url}/metrics names no number of this engine")
@@ -49,10 +49,12 @@ async def metrics(url: str) -> dict[str, float]:
 
 async def post(url: str, path: str, body: Mapping[str, Any], api_key: str = "") -> Reply:
     """Sends a JSON body and reads the whole answer, streamed or not."""
-    headers = {"Content-Type": "application/json"}
-    if api_key:
-        headers["Authorization"] = f"Bearer {api_key}"
+    headers = {"Content-Type": "application/json", **_authorization(api_key)}
     return await _exchange(url, f"POST {path}", json.dumps(body).encode(), headers)
+
+
+def _authorization(api_key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 async def _exchange(url: str, line: str, body: bytes, headers: Mapping[str, str]) -> Reply:

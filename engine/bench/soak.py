@@ -138,12 +138,12 @@ class Soak:
             raise ConfigError(f"--url {asked.url}: no server answers there ({error})") from error
         shared = self._tokens(asked.prompt_tokens)
         self._known = [await self._ask_alone(shared) for _ in range(asked.known)]
-        counters, gpu_bytes = await metrics(asked.url), gpu_bytes_used()
+        counters, gpu_bytes = await metrics(asked.url, asked.api_key), gpu_bytes_used()
         self._began = time.monotonic()
         await asyncio.gather(*(self._client(number) for number in range(asked.clients)))
         await self._check_idle()
         report.rms_logprob_difference = (self._squares / max(1, report.compared_logprobs)) ** 0.5
-        after, gpu_bytes_after = await metrics(asked.url), gpu_bytes_used()
+        after, gpu_bytes_after = await metrics(asked.url, asked.api_key), gpu_bytes_used()
         for name, must_stay in COUNTERS.items():
             report.counters[name] = after[name] - counters[name]
             if must_stay and report.counters[name]:
@@ -248,7 +248,7 @@ class Soak:
     async def _check_idle(self) -> None:
         deadline = time.monotonic() + IDLE_S
         while time.monotonic() < deadline:
-            found = await metrics(self._asked.url)
+            found = await metrics(self._asked.url, self._asked.api_key)
             if not any(found[name] for name in GAUGES):
                 return
             await asyncio.sleep(0.1)

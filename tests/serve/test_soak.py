@@ -110,7 +110,7 @@ class Server:
     async def get(self, url: str, path: str) -> bytes:
         return b""
 
-    async def metrics(self, url: str) -> dict[str, float]:
+    async def metrics(self, url: str, api_key: str) -> dict[str, float]:
         self.num_metrics += 1
         return {**self.gauges, **{name: float(name in self.grows) * self.num_metrics for name in soak.COUNTERS}}
 

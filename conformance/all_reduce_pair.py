@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from conformance.all_reduce import SKIP, outputs_of
 from conformance.all_reduce_pieces import make_inputs
+from conformance.carried import carried_case
 from conformance.case import HALVES, Case, Outputs
 from conformance.ranked import PATHS, RankedOps, make_exchanges
 from engine.kernels import all_reduce_pair as kernels
@@ -33,7 +34,9 @@ SLOTS = Slots(num_lanes=2, num_stages=8, slot_bytes=4608)
 def cases() -> list[Case]:
     found = [make_case(path, wire, False, shape) for path in PATHS for wire in WIRES for shape in ("few", "rows")]
     found += [make_case(path, wire, True, "large") for path in PATHS for wire in WIRES]
-    return [*found, make_case("peer", "numbers", True, "ragged"), make_case("window", "numbers", False, "ragged")]
+    found += [make_case("peer", "numbers", True, "ragged"), make_case("window", "numbers", False, "ragged")]
+    kernel, shape = kernels.int8_all_reduce_pair, (40, 2112)
+    return found + [carried_case("all_reduce_pair", kernel, path, 2, shape, SLOTS, has_owners=False) for path in PATHS]
 
 
 def make_case(path: str, wire: str, added: bool, shape: str) -> Case:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conformance.all_reduce import SKIP, outputs_of
+from conformance.carried import carried_case
 from conformance.case import HALVES, Case, Inputs, Outputs
 from conformance.inputs import normal
 from conformance.ranked import PATHS, RankedOps, make_exchanges
@@ -43,7 +44,12 @@ def cases() -> list[Case]:
     ]
     found += [make_case(path, wire, True, 2, "large") for path in PATHS for wire in WIRES]
     found += [make_case("window", wire, True, 3, "large") for wire in WIRES]
-    return found + [make_case("peer", "numbers", True, world_size, "ragged") for world_size in (2, 3)]
+    found += [make_case("peer", "numbers", True, world_size, "ragged") for world_size in (2, 3)]
+    sizes = (("window", 3), ("peer", 3), ("window", 4), ("peer", 8))
+    return found + [
+        carried_case("all_reduce_pieces", kernels.int8_all_reduce, path, world_size, (40, 288), SLOTS)
+        for path, world_size in sizes
+    ]
 
 
 def make_case(path: str, wire: str, added: bool, world_size: int, shape: str) -> Case:

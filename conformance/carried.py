@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from conformance.case import Inputs, Kept, Outputs
+from conformance.all_reduce import SKIP, outputs_of
+from conformance.case import HALVES, Case, Inputs, Kept, Outputs
 from conformance.inputs import normal
-from conformance.ranked import RankedOps, zeros
+from conformance.ranked import Group, RankedOps, make_exchanges, make_group, zeros
 from engine.kernels.carried import CARRIED, Carried
+from engine.kernels.channel import Slots
 from ref.int8_all_reduce import int8_all_reduce
 from ref.int8_feedback import int8_feedback_all_reduce, nothing_carried
 from ref.numerics import round_to
@@ -20,6 +24,7 @@ Array = NDArray[Any]
 WIRES = ("int8", "rotated", "carried")  # of these the last is rotated too
 NUM_SUMS = 3  # of a step
 NAN_BITS = 0x7FC0  # of bfloat16
+Kernel = Callable[..., Any]  # (x, channel or exchange, residual, carried, device=…) → the sum
 
 
 def step_inputs(rng: np.random.Generator, num_tokens: int, hidden_size: int, world_size: int, wire: str) -> Inputs:
@@ -84,6 +89,73 @@ class Errors:
         if not self._has_any:
             return {}
         return {f"carried_rank_{rank}": self._device.to_host(self._array).astype(np.float32)}
+
+
+def carried_case(
+    stem: str,
+    kernel: Kernel,
+    path: str,
+    world_size: int,
+    shape: tuple[int, int],
+    slots: Slots | None = None,
+    has_owners: bool = True,
+) -> Case:
+    """The sums of a step over kernels that wait for each other, through an exchange of these slots or a channel."""
+    axes: dict[str, Any] = {
+        "num_tokens": shape[0],
+        "hidden_size": shape[1],
+        "world_size": world_size,
+        "wire": "carried",
+    }
+    return Case(
+        stem=stem,
+        name=f"carried-{path}-of-{world_size}",
+        axes=axes | {"path": path},
+        make_inputs=partial(_seeded_inputs, **axes),
+        reference=partial(step_reference, owners=has_owners),
+        candidate=partial(_candidate, kernel=kernel, path=path, slots=slots, has_owners=has_owners),
+        disturb=step_disturb,
+        changes=("residual",),
+        wide=wide_outputs(world_size),
+        storages=HALVES if world_size <= 3 else ("bfloat16",),
+        skip=SKIP,
+    )
+
+
+def _seeded_inputs(seed: int, num_tokens: int, hidden_size: int, world_size: int, wire: str) -> Inputs:
+    return step_inputs(np.random.default_rng(seed), num_tokens, hidden_size, world_size, wire)
+
+
+def _candidate(
+    ops: RankedOps,
+    x: Any,
+    num_tokens: int,
+    wire: str,
+    residual: Any,
+    kernel: Kernel,
+    path: str,
+    slots: Slots | None,
+    has_owners: bool,
+) -> Outputs:
+    world_size, hidden_size = int(x.shape[1]), int(x.shape[3])
+    group: Group = (
+        make_group(ops, world_size, path, 4 * int(x[0, 0].nbytes), max_blocks=2)
+        if slots is None
+        else make_exchanges(ops, world_size, path, slots, has_owners=has_owners)
+    )
+    errors = [Errors(ops, num_tokens, hidden_size, wire) for _ in range(world_size)]
+
+    def run(rank: int) -> list[tuple[Any, ...]]:
+        given: list[tuple[Any, ...]] = []
+        for call in range(NUM_SUMS):
+            mine, old = x[call, rank, :num_tokens], residual[call, rank, :num_tokens]
+            given.append((kernel(mine, group.channels[rank], old, errors[rank].of(call), device=ops.device),))
+        return given
+
+    outputs = outputs_of(ops, group, [partial(run, rank) for rank in range(world_size)])
+    for rank in range(world_size):
+        outputs |= errors[rank].output(rank)
+    return outputs
 
 
 def step_disturb(inputs: Inputs, rng: np.random.Generator) -> Kept:

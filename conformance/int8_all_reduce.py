@@ -7,6 +7,7 @@ from typing import Any
 
 from conformance.all_reduce import SKIP, outputs_of
 from conformance.all_reduce_pieces import make_inputs, reference
+from conformance.carried import carried_case
 from conformance.case import HALVES, Case, Outputs
 from conformance.ranked import PATHS, RankedOps, make_group
 from engine.kernels import int8_all_reduce as kernels
@@ -28,7 +29,12 @@ def cases() -> list[Case]:
         for shape in ("few", "rows")
         if world_size <= 3 or wire == "rotated"
     ]
-    return found + [make_case(path, "rotated", True, world_size, "large") for world_size in (2, 3) for path in PATHS]
+    found += [make_case(path, "rotated", True, world_size, "large") for world_size in (2, 3) for path in PATHS]
+    sizes = (("window", 3), ("peer", 3), ("window", 4), ("peer", 8))
+    return found + [
+        carried_case("int8_all_reduce", kernels.int8_all_reduce, path, world_size, (40, 2112))
+        for path, world_size in sizes
+    ]
 
 
 def make_case(path: str, wire: str, added: bool, world_size: int, shape: str) -> Case:

@@ -8,6 +8,7 @@ from typing import Any
 from conformance.all_reduce import SKIP, outputs_of
 from conformance.all_reduce_pair import reference
 from conformance.all_reduce_pieces import make_inputs
+from conformance.carried import carried_case
 from conformance.case import HALVES, Case, Outputs
 from conformance.ranked import PATHS, RankedOps, make_group
 from engine.kernels.all_reduce_pair import int8_packets
@@ -27,7 +28,10 @@ def cases() -> list[Case]:
         for wire in ("int8", "rotated")
         for shape in ("few", "rows")
     ]
-    return found + [make_case(path, "rotated", True, "large") for path in PATHS]
+    found += [make_case(path, "rotated", True, "large") for path in PATHS]
+    return found + [
+        carried_case("int8_all_reduce_pair", int8_packets, path, 2, (40, 2112), has_owners=False) for path in PATHS
+    ]
 
 
 def make_case(path: str, wire: str, added: bool, shape: str) -> Case:

@@ -1,4 +1,4 @@
-"""Cases of codes that ranks copy to each other, and of their sum: the sums of a step, with and without carried errors."""
+"""Cases of codes that ranks copy to each other, and of their sum: the sums of a step, errors carried or not."""
 
 from __future__ import annotations
 

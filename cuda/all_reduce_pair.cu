@@ -1,7 +1,7 @@
 // All-reduce between two ranks, in chunks of any number, as numbers or as int8. ref.collectives: all_reduce;
-//   ref.int8_all_reduce.
+//   ref.int8_all_reduce, ref.int8_feedback.
 // y = x_0 + x_1 + residual (0 if null);  as int8: y = H(dequantized groups of both) + residual
-// x, residual, y [size] T, contiguous, y may be residual; exchange: include/exchange.cuh, of which shares use nothing.
+// x, residual, y [size] T, contiguous, y may be residual; carried [size] bf16 or null: include/carried.cuh; exchange: include/exchange.cuh, of which shares use nothing.
 // A block owns every gridDim.x-th chunk, of which a warp has a bundle: 16 bytes of each lane in four rounds, and as int8
 //   the scales of 64 groups. It puts all of its own where the other rank reads it, one chunk ahead of what it takes:
 //   two ranks that add up half each and send sums would move as many bytes, twice.
@@ -9,8 +9,8 @@
 // float32; rounded to T once; as int8 the roundings of ref.int8_all_reduce.
 // The launcher: all blocks are on the GPU at once; whole warps, whose bundles fit in a slot; eight stages or more; x, y,
 //   residual begin at multiples of 16 bytes; as int8: size is a multiple of 32, and so is a row. Both ranks launch alike.
+#include "carried.cuh"
 #include "exchange.cuh"
-#include "hadamard.cuh"
 #include "wire.cuh"
 
 constexpr int kThreads = 512;
@@ -70,19 +70,27 @@ struct Share {
   uint4 words[kRounds];
   uint2 scales;  // of the rounds, 16 bits each
 
-  __device__ __forceinline__ void encode(const Pieces<T, kWire>& pieces) {
+  __device__ __forceinline__ void encode(const Pieces<T, kWire>& pieces, const Carried& carried, int first, int size) {
+    if constexpr (kWire == kPlain) {
 #pragma unroll
-    for (int round = 0; round < kRounds; ++round) {
-      if constexpr (kWire == kPlain) {
-        words[round] = pieces.raw[round][0];
-      } else {
-        float values[16];
+      for (int round = 0; round < kRounds; ++round) words[round] = pieces.raw[round][0];
+    } else {
+      Pieces<bf16, kWire> owed{};
+      if (carried.is_read) owed.load(carried.errors, first, size);
+#pragma unroll
+      for (int round = 0; round < kRounds; ++round) {
+        float values[16], errors[16];
         pieces.numbers(round, values);
+        owed.numbers(round, errors);
         if constexpr (kWire == kRotated) rotate(values);
+#pragma unroll
+        for (int i = 0; i < 16; ++i) values[i] += errors[i];
         const Codes<16> codes = quantize(values);
         words[round] = make_uint4(codes.q[0], codes.q[1], codes.q[2], codes.q[3]);
         unsigned& two = round < 2 ? scales.x : scales.y;
         two = round % 2 == 0 ? codes.scale : two | static_cast<unsigned>(codes.scale) << 16;
+        const int place = Of::place(first, round, 0);
+        keep_carried(carried, place, place < size, values, codes);
       }
     }
   }
@@ -139,12 +147,14 @@ __device__ __forceinline__ void add(const Share<T, kWire>& mine, const Share<T, 
 
 template <typename T, Wire kWire>
 __global__ void __launch_bounds__(kThreads, 1)
-    all_reduce_pair(const T* x, const T* residual, T* y, int size, const __grid_constant__ Exchange exchange) {
+    all_reduce_pair(const T* x, const T* residual, T* y, int size, bf16* carried_errors, int is_read,
+                    const __grid_constant__ Exchange exchange) {
   static_assert(kWire == kPlain || kWidth<T> == 8, "int8 stands for numbers of 16 bits");
   dependency_wait();
   dependency_launch();
   using Of = Bundle<T, kWire>;
   using Part = Share<T, kWire>;
+  const Carried carried{carried_errors, is_read};
   const unsigned number = next_number(exchange);
   const int warp = static_cast<int>(threadIdx.x / 32), num_warps = static_cast<int>(blockDim.x / 32);
   const int num_bundles = (size + Of::kSize - 1) / Of::kSize, stride = static_cast<int>(gridDim.x) * num_warps;
@@ -160,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (bundle(step) < num_bundles) {
       Pieces<T, kWire> pieces;
       pieces.load(x, bundle(step) * Of::kSize, size);
-      part.encode(pieces);
+      part.encode(pieces, carried, bundle(step) * Of::kSize, size);
       part.put(exchange.gather_to[0] + slot(step) + warp * Of::kBytes);
     }
     __syncthreads();

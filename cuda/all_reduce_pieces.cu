@@ -1,15 +1,15 @@
 // All-reduce in two trips and many pieces, for large messages, as numbers or as int8. ref.collectives: all_reduce;
-//   ref.int8_all_reduce.
+//   ref.int8_all_reduce, ref.int8_feedback.
 // y = Σ_r x_r + residual (0 if null);  as int8: y = H(dequantized sums of rotated groups) + residual
-// x, residual, y [size] T, contiguous, y may be either; exchange: include/exchange.cuh.
+// x, residual, y [size] T, contiguous, y may be either; carried [size] bf16 or null: include/carried.cuh; exchange: include/exchange.cuh.
 // Units (16 bytes, or a group of 32 numbers) are dealt out to ranks in slices; a block owns every gridDim.x-th chunk of
 //   each slice. Chunk by chunk it sends the others' units to their owners, sums its own and sends the sums to all.
 // T: bf16, fp16, float (not as int8). kWorld: ranks, 2 to 8. kWire: kPlain, kInt8, kRotated.
 // float32; ranks in their order, then the residual, rounded to T once; as int8 the roundings of ref.int8_all_reduce.
 // The launcher: all blocks are on the GPU at once; whole warps; a chunk of units, a multiple of 8, fits in a slot; x, y,
 //   residual begin at multiples of 16 bytes; as int8: size is a multiple of 32, and so is a row. All ranks launch alike.
+#include "carried.cuh"
 #include "exchange.cuh"
-#include "hadamard.cuh"
 #include "wire.cuh"
 
 constexpr int kThreads = 512;
@@ -23,6 +23,7 @@ struct Work {
   const T *x, *residual;
   T* y;
   int size, num_units, chunk;
+  Carried carried;
   unsigned number;
   Patience patience;
 
@@ -53,11 +54,24 @@ struct Work {
     load_row(from, place, exists ? size : 0, true, values);
   }
 
-  __device__ __forceinline__ Codes<kWidth<T>> encode(float (&values)[kWidth<T>]) const {
+  // What this rank brings of x, with what it has left out before.
+  __device__ __forceinline__ void bring(int place, bool exists, float (&values)[kWidth<T>]) const {
+    load(x, place, exists, values);
+    if constexpr (kWire != kPlain) {
+      float errors[kWidth<T>];
+      load_carried(carried, place, exists, errors);
+      if constexpr (kWire == kRotated) rotate(values);
+#pragma unroll
+      for (int i = 0; i < kWidth<T>; ++i) values[i] += errors[i];
+    }
+  }
+  __device__ __forceinline__ Codes<kWidth<T>> encode(int place, bool exists, const float (&values)[kWidth<T>]) const {
     if constexpr (kWire == kPlain) {
       return {};
     } else {
-      return quantize(values);
+      const Codes<kWidth<T>> codes = quantize(values);
+      keep_carried(carried, place, exists, values, codes);
+      return codes;
     }
   }
   __device__ __forceinline__ void put(char* to, int piece, const Codes<kWidth<T>>& codes, const float (&values)[kWidth<T>]) const {
@@ -100,9 +114,8 @@ struct Work {
       char* const to = exchange.scatter_to[owner] + slot(step);
       for_pieces(owner, step, [&](int piece, bool exists, int place) {
         float values[kWidth<T>];
-        load(x, place, exists, values);
-        if constexpr (kWire == kRotated) rotate(values);
-        const Codes<kWidth<T>> codes = encode(values);
+        bring(place, exists, values);
+        const Codes<kWidth<T>> codes = encode(place, exists, values);
         if (exists) put(to, piece, codes, values);
       });
     }
@@ -115,8 +128,7 @@ struct Work {
     await<kWorld>(exchange, exchange.scatter_from, slot(step), number, step, patience);
     for_pieces(exchange.rank, step, [&](int piece, bool exists, int place) {
       float mine[kWidth<T>], sum[kWidth<T>];
-      load(x, place, exists, mine);
-      if constexpr (kWire == kRotated) rotate(mine);
+      bring(place, exists, mine);
 #pragma unroll
       for (int p = 0; p < kWorld; ++p) {
         float share[kWidth<T>];
@@ -127,7 +139,7 @@ struct Work {
           sum[i] = p == 0 ? share[i] : sum[i] + share[i];
         }
       }
-      const Codes<kWidth<T>> codes = encode(sum);
+      const Codes<kWidth<T>> codes = encode(place, exists, sum);
       if constexpr (kWire == kPlain)
 #pragma unroll
         for (int i = 0; i < kWidth<T>; ++i) sum[i] = to_float(from_float<T>(sum[i]));
@@ -157,12 +169,13 @@ struct Work {
 
 template <typename T, int kWorld, Wire kWire>
 __global__ void __launch_bounds__(kThreads, 1)
-    all_reduce_pieces(const T* x, const T* residual, T* y, int size, int chunk, const __grid_constant__ Exchange exchange) {
+    all_reduce_pieces(const T* x, const T* residual, T* y, int size, int chunk, bf16* carried_errors, int is_read,
+                      const __grid_constant__ Exchange exchange) {
   dependency_wait();
   dependency_launch();
   using Here = Work<T, kWorld, kWire>;
   const int unit = Here::kUnit * kWidth<T>, num_units = (size + unit - 1) / unit;
-  Here work{exchange, x, residual, y, size, num_units, chunk, next_number(exchange), {}};
+  Here work{exchange, x, residual, y, size, num_units, chunk, {carried_errors, is_read}, next_number(exchange), {}};
   const int longest = (num_units + kWorld - 1) / kWorld, stride = static_cast<int>(gridDim.x) * chunk;
   const int num_steps = (longest + stride - 1) / stride;  // of all blocks alike: an empty chunk has its flags too
   for (int step = 0; step < min(exchange.num_stages, num_steps); ++step) work.scatter(step);

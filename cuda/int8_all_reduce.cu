@@ -1,14 +1,14 @@
-// All-reduce as int8 in two trips of packets with flags, for messages of middle size. ref.int8_all_reduce.
+// All-reduce as int8 in two trips of packets with flags, for messages of middle size. ref.int8_all_reduce, ref.int8_feedback.
 // y = H(dequantized sums of rotated groups) + residual (0 if null); without the rotation H is left out
-// x, residual, y [size] T, contiguous, y may be either; channel: include/channel.cuh.
+// x, residual, y [size] T, contiguous, y may be either; carried [size] bf16 or null: include/carried.cuh; channel: include/channel.cuh.
 // Groups of 32 numbers are dealt out to ranks in slices; a warp owns every so many-th bundle of 24 groups of each slice. It
 //   sends the others' to their owners, sums its own, sends the sums to all, and takes theirs.
 // T: bf16, fp16. kWorld: ranks, 2 to 8. kRotated: whether groups are rotated.
 // float32, ranks in their order, with the roundings of ref.int8_all_reduce; then the residual; rounded to T once.
 // The launcher: all blocks are on the GPU at once; whole warps; size is a multiple of 32, and there are groups for all
 //   ranks; the bundles fit in a slot; x, y, residual begin at multiples of 16 bytes. All ranks launch alike.
+#include "carried.cuh"
 #include "channel.cuh"
-#include "hadamard.cuh"
 
 constexpr int kThreads = 512;
 constexpr int kPieces = 3;           // of 16 bytes that a lane has of a bundle
@@ -48,10 +48,12 @@ __device__ __forceinline__ Part receive_part(const Channel& channel, unsigned nu
 
 template <typename T, int kWorld, bool kRotated>
 __global__ void __launch_bounds__(kThreads)
-    int8_all_reduce(const T* x, const T* residual, T* y, int size, const __grid_constant__ Channel channel) {
+    int8_all_reduce(const T* x, const T* residual, T* y, int size, bf16* carried_errors, int is_read,
+                    const __grid_constant__ Channel channel) {
   static_assert(kWidth<T> == 8, "int8 stands for numbers of 16 bits");
   dependency_wait();
   dependency_launch();
+  const Carried carried{carried_errors, is_read};
   const unsigned number = next_number(channel);
   const int rank = channel.rank, num_groups = size / kGroup, lane = static_cast<int>(threadIdx.x % 32);
   const int num_bundles = ((num_groups + kWorld - 1) / kWorld + kBundle - 1) / kBundle;  // of the longest slice
@@ -66,8 +68,23 @@ __global__ void __launch_bounds__(kThreads)
     return group < slice(owner + 1) ? group * kGroup + lane % 4 * 8 : size;
   };
   const auto load = [&](int owner, int bundle, int j, float(&values)[8]) {
-    load_row(x, place(owner, bundle, j), size, true, values);
+    const int i = place(owner, bundle, j);
+    float errors[8];
+    load_row(x, i, size, true, values);
+    load_carried(carried, i, i < size, errors);
     if constexpr (kRotated) rotate(values);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) values[n] += errors[n];
+  };
+  const auto encode = [&](int owner, int bundle, const float(&values)[kPieces][8]) {
+    Part part;
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      const int i = place(owner, bundle, j);
+      part.codes[j] = quantize(values[j]);
+      keep_carried(carried, i, i < size, values[j], part.codes[j]);
+    }
+    return part;
   };
   const auto finish = [&](int owner, int bundle, const Part& part) {
 #pragma unroll
@@ -92,14 +109,10 @@ __global__ void __launch_bounds__(kThreads)
     const int owner = (rank + q) % kWorld;
     char* const to = channel.outboxes[channel.num_outboxes == 1 ? 0 : owner - (owner > rank)] + own_slot;
     for (int bundle = begin; bundle < num_bundles; bundle += step) {
-      Part part;
+      float values[kPieces][8];
 #pragma unroll
-      for (int j = 0; j < kPieces; ++j) {
-        float values[8];
-        load(owner, bundle, j, values);
-        part.codes[j] = quantize(values);
-      }
-      send_part(to, owner * num_bundles + bundle, part, number);
+      for (int j = 0; j < kPieces; ++j) load(owner, bundle, j, values[j]);
+      send_part(to, owner * num_bundles + bundle, encode(owner, bundle, values), number);
     }
   }
   for (int bundle = begin; bundle < num_bundles; bundle += step) {
@@ -118,9 +131,7 @@ __global__ void __launch_bounds__(kThreads)
         for (int n = 0; n < 8; ++n) sums[j][n] = p == 0 ? share[n] : sums[j][n] + share[n];
       }
     }
-    Part part;
-#pragma unroll
-    for (int j = 0; j < kPieces; ++j) part.codes[j] = quantize(sums[j]);
+    const Part part = encode(rank, bundle, sums);
     for (int i = 0; i < channel.num_outboxes; ++i)
       send_part(channel.outboxes[i] + own_slot, kWorld * num_bundles + bundle, part, number);
     finish(rank, bundle, part);

@@ -1,14 +1,14 @@
-// All-reduce between two ranks as int8 in packets with flags, for small messages. ref.int8_all_reduce.
+// All-reduce between two ranks as int8 in packets with flags, for small messages. ref.int8_all_reduce, ref.int8_feedback.
 // y = H(dequantized rotated groups of both ranks) + residual (0 if null); without the rotation H is left out
-// x, residual, y [size] T, contiguous, y may be either; channel: include/channel.cuh.
+// x, residual, y [size] T, contiguous, y may be either; carried [size] bf16 or null: include/carried.cuh; channel: include/channel.cuh.
 // A warp owns every so many-th bundle of 32 groups, of which a lane has half a group in two rounds. It sends a bundle, and
 //   the next one before it takes the other rank's.
 // T: bf16, fp16. kRotated: whether groups are rotated.
 // float32, with the roundings of ref.int8_all_reduce; then the residual; rounded to T once.
 // The launcher: all blocks are on the GPU at once; whole warps; size is a multiple of 32; the bundles fit in a slot; x, y,
 //   residual begin at multiples of 16 bytes. Both ranks launch alike.
+#include "carried.cuh"
 #include "channel.cuh"
-#include "hadamard.cuh"
 
 constexpr int kThreads = 512;
 constexpr int kRounds = 2;
@@ -22,19 +22,27 @@ struct Share {  // what a lane has of a bundle
 
 // Of a bundle that begins at `first`; numbers behind the end are zeros, and none of them is in a group with others.
 template <typename T, bool kRotated>
-__device__ __forceinline__ Share encode(const T* x, int first, int size) {
+__device__ __forceinline__ Share encode(const T* x, const Carried& carried, int first, int size) {
   Share share;
+  float values[kRounds][kNumbers], errors[kRounds][kNumbers], part[8];
+  const auto place = [&](int round) { return first + (round * 32 + static_cast<int>(threadIdx.x % 32)) * kNumbers; };
 #pragma unroll
-  for (int round = 0; round < kRounds; ++round) {
-    float values[kNumbers], part[8];
+  for (int round = 0; round < kRounds; ++round) {  // all that is read before anything is written
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      load_row(x, first + (round * 32 + static_cast<int>(threadIdx.x % 32)) * kNumbers + half * 8, size, true, part);
+      load_row(x, place(round) + half * 8, size, true, part);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) values[half * 8 + i] = part[i];
+      for (int i = 0; i < 8; ++i) values[round][half * 8 + i] = part[i];
     }
-    if constexpr (kRotated) rotate(values);
-    share.codes[round] = quantize(values);
+    load_carried(carried, place(round), place(round) < size, errors[round]);
+  }
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    if constexpr (kRotated) rotate(values[round]);
+#pragma unroll
+    for (int i = 0; i < kNumbers; ++i) values[round][i] += errors[round][i];
+    share.codes[round] = quantize(values[round]);
+    keep_carried(carried, place(round), place(round) < size, values[round], share.codes[round]);
   }
   return share;
 }
@@ -95,7 +103,8 @@ __device__ __forceinline__ void add(const Share& mine, const Share& theirs, cons
 
 template <typename T, bool kRotated>
 __global__ void __launch_bounds__(kThreads, 1)
-    int8_all_reduce_pair(const T* x, const T* residual, T* y, int size, const __grid_constant__ Channel channel) {
+    int8_all_reduce_pair(const T* x, const T* residual, T* y, int size, bf16* carried_errors, int is_read,
+                         const __grid_constant__ Channel channel) {
   static_assert(kWidth<T> == 8, "int8 stands for numbers of 16 bits");
   dependency_wait();
   dependency_launch();
@@ -108,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   Patience patience;
 
   const auto put = [&](int bundle) {
-    const Share share = encode<T, kRotated>(x, bundle * kSize, size);
+    const Share share = encode<T, kRotated>(x, {carried_errors, is_read}, bundle * kSize, size);
     send(to, bundle, share, number);
     return share;
   };

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import KernelError
+from engine.kernels.carried import Carried, carried_arguments
 from engine.kernels.channel import Channel, Exchange
 from engine.kernels.check import (
     ceil_div,
@@ -44,14 +45,21 @@ def all_reduce_pair(x: Array, exchange: Exchange, residual: Array | None = None,
     name = "all_reduce_pair"
     _check(name, x, residual, exchange.world_size)
     kind = type_name(name, "x", x)
-    return _launch(f"{kind}, kPlain", x, exchange, residual, ROUNDS * LANES * width(x), BUNDLE_BYTES, device)
+    bundle = ROUNDS * LANES * width(x), BUNDLE_BYTES
+    return _launch(name, f"{kind}, kPlain", x, exchange, residual, None, bundle, device)
 
 
 def int8_all_reduce_pair(
-    x: Array, exchange: Exchange, residual: Array | None = None, *, rotate: bool = True, device: Device
+    x: Array,
+    exchange: Exchange,
+    residual: Array | None = None,
+    carried: Carried | None = None,
+    *,
+    rotate: bool = True,
+    device: Device,
 ) -> Array:
     """ref.int8_all_reduce of both ranks' x [num_tokens, hidden_size], plus residual, rounded once, written over the
-    residual.
+    residual; with what is carried ref.int8_feedback.
 
     Raises:
         KernelError: there are more ranks; x is float32, or its rows are no whole groups.
@@ -60,11 +68,17 @@ def int8_all_reduce_pair(
     _check(name, x, residual, exchange.world_size)
     _check_groups(name, x)
     arguments = f"{type_name(name, 'x', x)}, {'kRotated' if rotate else 'kInt8'}"
-    return _launch(arguments, x, exchange, residual, ROUNDS * LANES * 16, INT8_BUNDLE_BYTES, device)
+    return _launch(name, arguments, x, exchange, residual, carried, (ROUNDS * LANES * 16, INT8_BUNDLE_BYTES), device)
 
 
 def int8_packets(
-    x: Array, channel: Channel, residual: Array | None = None, *, rotate: bool = True, device: Device
+    x: Array,
+    channel: Channel,
+    residual: Array | None = None,
+    carried: Carried | None = None,
+    *,
+    rotate: bool = True,
+    device: Device,
 ) -> Array:
     """The same through a channel, for small arrays, to the bit.
 
@@ -82,7 +96,8 @@ def int8_packets(
         blocks = min(channel.max_blocks, ceil_div(bundles, 2))
         threads = 32 * min(MAX_WARPS, ceil_div(bundles, blocks))
         entry = f"{name}<{type_name(name, 'x', x)}, {literal(rotate)}>"
-        device.launch(Instance(name, entry), (blocks,), (threads,), (x, residual, y, np.int32(x.size), channel.struct))
+        arguments = (x, residual, y, np.int32(x.size), *carried_arguments(name, x, carried), channel.struct)
+        device.launch(Instance(name, entry), (blocks,), (threads,), arguments)
     return y
 
 
@@ -92,13 +107,22 @@ def most_packet_bytes(channel: Channel) -> int:
 
 
 def _launch(
-    arguments: str, x: Array, exchange: Exchange, residual: Array | None, bundle: int, bundle_bytes: int, device: Device
+    name: str,
+    types: str,
+    x: Array,
+    exchange: Exchange,
+    residual: Array | None,
+    carried: Carried | None,
+    bundle: tuple[int, int],
+    device: Device,
 ) -> Array:
+    """bundle: its numbers, and its bytes in a slot."""
     y = device.empty(x.shape, x.dtype) if residual is None else residual
     if x.size:
-        blocks, warps = grid(ceil_div(int(x.size), bundle), bundle_bytes, exchange)
-        instance = Instance("all_reduce_pair", f"all_reduce_pair<{arguments}>")
-        device.launch(instance, (blocks,), (32 * warps,), (x, residual, y, np.int32(x.size), exchange.struct))
+        blocks, warps = grid(ceil_div(int(x.size), bundle[0]), bundle[1], exchange)
+        instance = Instance("all_reduce_pair", f"all_reduce_pair<{types}>")
+        arguments = (x, residual, y, np.int32(x.size), *carried_arguments(name, x, carried), exchange.struct)
+        device.launch(instance, (blocks,), (32 * warps,), arguments)
     return y
 
 

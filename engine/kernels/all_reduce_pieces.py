@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import KernelError
+from engine.kernels.carried import Carried, carried_arguments
 from engine.kernels.channel import Exchange
 from engine.kernels.check import (
     ceil_div,
@@ -36,13 +37,20 @@ def all_reduce_pieces(x: Array, exchange: Exchange, residual: Array | None = Non
     type, rounded, which the answer is then written over; on every rank the same bits."""
     _check("all_reduce_pieces", x, residual)
     kind = type_name("all_reduce_pieces", "x", x)
-    return _launch(f"{kind}, {exchange.world_size}, kPlain", x, exchange, residual, width(x), 16, device)
+    return _launch(f"{kind}, {exchange.world_size}, kPlain", x, exchange, residual, None, (width(x), 16), device)
 
 
 def int8_all_reduce(
-    x: Array, exchange: Exchange, residual: Array | None = None, *, rotate: bool = True, device: Device
+    x: Array,
+    exchange: Exchange,
+    residual: Array | None = None,
+    carried: Carried | None = None,
+    *,
+    rotate: bool = True,
+    device: Device,
 ) -> Array:
-    """ref.int8_all_reduce of the ranks' x [num_tokens, hidden_size], plus residual, rounded once.
+    """ref.int8_all_reduce of the ranks' x [num_tokens, hidden_size], plus residual, rounded once; with what is carried
+    ref.int8_feedback.
 
     Raises:
         KernelError: x is float32, or its rows are no whole groups.
@@ -53,19 +61,28 @@ def int8_all_reduce(
         raise KernelError(f"int8_all_reduce: rows of {x.shape[1]} are no whole groups of {GROUP}")
     kind = type_name("int8_all_reduce", "x", x)
     wire = "kRotated" if rotate else "kInt8"
-    return _launch(f"{kind}, {exchange.world_size}, {wire}", x, exchange, residual, GROUP, GROUP_BYTES, device)
+    unit = GROUP, GROUP_BYTES
+    return _launch(f"{kind}, {exchange.world_size}, {wire}", x, exchange, residual, carried, unit, device)
 
 
 def _launch(
-    arguments: str, x: Array, exchange: Exchange, residual: Array | None, unit: int, unit_bytes: int, device: Device
+    types: str,
+    x: Array,
+    exchange: Exchange,
+    residual: Array | None,
+    carried: Carried | None,
+    unit: tuple[int, int],
+    device: Device,
 ) -> Array:
+    """unit: its numbers, and its bytes on the way."""
     y = device.empty(x.shape, x.dtype) if residual is None else residual
     if x.size:
-        slice_units = ceil_div(ceil_div(int(x.size), unit), exchange.world_size)
-        chunk, blocks = chunks(slice_units, ceil_div(unit, width(x)), unit_bytes, exchange)
+        slice_units = ceil_div(ceil_div(int(x.size), unit[0]), exchange.world_size)
+        chunk, blocks = chunks(slice_units, ceil_div(unit[0], width(x)), unit[1], exchange)
         sizes = np.int32(x.size), np.int32(chunk)
-        instance = Instance("all_reduce_pieces", f"all_reduce_pieces<{arguments}>")
-        device.launch(instance, (blocks,), (THREADS,), (x, residual, y, *sizes, exchange.struct))
+        instance = Instance("all_reduce_pieces", f"all_reduce_pieces<{types}>")
+        owed = carried_arguments("all_reduce_pieces", x, carried)
+        device.launch(instance, (blocks,), (THREADS,), (x, residual, y, *sizes, *owed, exchange.struct))
     return y
 
 

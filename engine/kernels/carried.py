@@ -24,7 +24,7 @@ class Carried:
     is_new: bool
 
 
-def arguments(kernel: str, x: Array, carried: Carried | None) -> tuple[Array | None, np.int32]:
+def carried_arguments(kernel: str, x: Array, carried: Carried | None) -> tuple[Array | None, np.int32]:
     """What a kernel that sums x gets of it: the errors, and whether they are to be read.
 
     Raises:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import KernelError
+from engine.kernels.carried import Carried, carried_arguments
 from engine.kernels.channel import Channel
 from engine.kernels.check import (
     ceil_div,
@@ -31,10 +32,16 @@ MAX_THREADS = 512
 
 
 def int8_all_reduce(
-    x: Array, channel: Channel, residual: Array | None = None, *, rotate: bool = True, device: Device
+    x: Array,
+    channel: Channel,
+    residual: Array | None = None,
+    carried: Carried | None = None,
+    *,
+    rotate: bool = True,
+    device: Device,
 ) -> Array:
-    """ref.int8_all_reduce of the ranks' x [num_tokens, hidden_size], plus residual, rounded once; the answer is written
-    over the residual.
+    """ref.int8_all_reduce of the ranks' x [num_tokens, hidden_size], plus residual, rounded once; with what is carried
+    ref.int8_feedback. The answer is written over the residual.
 
     Raises:
         KernelError: x is float32, or can_send says no.
@@ -56,7 +63,8 @@ def int8_all_reduce(
     blocks = min(channel.max_blocks, ceil_div(bundles, 2))
     threads = 32 * min(MAX_THREADS // 32, ceil_div(bundles, blocks))
     entry = f"{name}<{type_name(name, 'x', x)}, {channel.world_size}, {literal(rotate)}>"
-    device.launch(Instance(name, entry), (blocks,), (threads,), (x, residual, y, np.int32(x.size), channel.struct))
+    arguments = (x, residual, y, np.int32(x.size), *carried_arguments(name, x, carried), channel.struct)
+    device.launch(Instance(name, entry), (blocks,), (threads,), arguments)
     return y
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import KernelError
-from engine.kernels import carried as carried_of
-from engine.kernels.carried import Carried
+from engine.kernels.carried import Carried, carried_arguments
 from engine.kernels.check import (
     ceil_div,
     literal,
@@ -43,7 +42,7 @@ def quantize_codes(
     _check(kernel, {"x": x}, x)
     require(kernel, "codes", codes, (codes_bytes(int(x.size)),), np.uint8)
     require_aligned(kernel, "codes", codes)
-    arguments = (x, *carried_of.arguments(kernel, x, carried), codes, np.int64(x.size))
+    arguments = (x, *carried_arguments(kernel, x, carried), codes, np.int64(x.size))
     _launch(f"{kernel}<{type_name(kernel, 'x', x)}, {literal(rotate)}>", x, arguments, device)
 
 

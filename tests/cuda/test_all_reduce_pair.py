@@ -24,8 +24,14 @@ from tests.cuda.test_all_reduce import finding, some_slow
 from tests.cuda.test_all_reduce_pieces import hostile
 from tests.cuda.test_mutants import copy_of_cuda, copy_with
 
-FEW = ("numbers-rows-window", "add-numbers-large-peer", "add-rotated-large-window", "int8-rows-peer")
-FEW_PACKETS = ("rotated-rows-window", "add-rotated-large-peer", "int8-few-peer")
+FEW = (
+    "numbers-rows-window",
+    "add-numbers-large-peer",
+    "add-rotated-large-window",
+    "int8-rows-peer",
+    "carried-window-of-2",
+)
+FEW_PACKETS = ("rotated-rows-window", "add-rotated-large-peer", "int8-few-peer", "carried-peer-of-2")
 MUTANTS = mutants(
     "all_reduce_pair",
     "all_reduce_pair.cu",
@@ -36,6 +42,12 @@ MUTANTS = mutants(
     ("what is ahead is taken for this", "    mine = next;", "    mine = step % 2 == 0 ? next : mine;"),
     ("scales of two rounds are one", "round % 2 == 0 ? codes.scale : two |", "round % 2 == 0 ? codes.scale : 0u |"),
     ("odd lanes have no scale", "Of::kCodeBytes + lane / 2 * 8) = scales", "Of::kCodeBytes + lane / 4 * 8) = scales"),
+    ("nothing is read of what is carried", "if (carried.is_read) owed", "if (false) owed"),
+    (
+        "what is carried is that of the first bundle",
+        "owed.load(carried.errors, first, size)",
+        "owed.load(carried.errors, 0, size)",
+    ),
     ("the end of an array is lost", "(size + Of::kSize - 1) / Of::kSize", "size / Of::kSize"),
 )
 PACKET_MUTANTS = mutants(
@@ -44,6 +56,11 @@ PACKET_MUTANTS = mutants(
     ("nobody looks at flags", "all &= packets[i].w == number", "all &= true"),
     ("scales change places", "is_first ? scale : other)", "is_first ? other : scale)"),
     ("one bundle a warp", "bundle < num_bundles; bundle += step)", "bundle < min(num_bundles, step); bundle += step)"),
+    (
+        "errors go where those of the first round go",
+        "keep_carried(carried, place(round)",
+        "keep_carried(carried, place(0)",
+    ),
     ("own numbers are not those that were sent", "    mine = next;\n", ""),
     ("the residual is left out", "residual != nullptr ? sum[half * 8 + i] + old[i] :", "false ? 0.0f :"),
 )

@@ -24,7 +24,13 @@ from tests.cuda.mutants import Mutant, mutants
 from tests.cuda.test_all_reduce import finding, some_slow
 from tests.cuda.test_mutants import copy_of_cuda, copy_with
 
-FEW = ("numbers-rows-window-of-3", "rotated-few-peer-of-3", "rotated-rows-window-of-3", "add-rotated-large-peer-of-2")
+FEW = (
+    "numbers-rows-window-of-3",
+    "rotated-few-peer-of-3",
+    "rotated-rows-window-of-3",
+    "add-rotated-large-peer-of-2",
+    "carried-window-of-3",
+)
 MUTANTS = (
     *mutants(
         "all_reduce_pieces",
@@ -41,7 +47,8 @@ MUTANTS = (
             "    __syncthreads();\n    const int outbox",
             "    const int outbox",
         ),
-        ("the own share is not rotated", "if constexpr (kWire == kRotated) rotate(mine);", ""),
+        ("shares are not rotated", "if constexpr (kWire == kRotated) rotate(values);\n#pragma", "#pragma"),
+        ("a sum's error is not kept", "encode(place, exists, sum)", "encode(place, false, sum)"),
         ("the owner keeps what it did not send", "if constexpr (kWire != kPlain) dequantize(codes, sum);", ""),
         ("the first rank is added last", "if (p == exchange.rank) share[i]", "if (p == exchange.rank % 2) share[i]"),
         (
@@ -57,14 +64,22 @@ MUTANTS = (
         ("nobody waits", "    while (static_cast<long long>", "    while (false && static_cast<long long>"),
         ("flags do not say the step", "static_cast<unsigned>(step + 1)", "1u"),
         ("flags do not say the number", "static_cast<unsigned long long>(number) << 32 | ", ""),
-        ("a stage too few", "step % exchange.num_stages)", "step % (exchange.num_stages - 1))"),
+        ("a stage too few", "stage % exchange.num_stages)", "stage % (exchange.num_stages - 1))"),
     ),
     *mutants(
         "all_reduce_pieces",
         "include/hadamard.cuh",
-        ("a round of the rotation is left out", "lanes < 4; lanes", "lanes < 2; lanes"),
+        (
+            "a round of the rotation is left out",
+            "lanes < kGroup / kCount; lanes *= 2)\n#pragma",
+            "lanes < kGroup / kCount / 2; lanes *= 2)\n#pragma",
+        ),
         ("scales are rounded down", " + 0xffffu) >> 16", ") >> 16"),
-        ("the largest of a pair of lanes", "  bits = max(bits, __shfl_xor_sync(kAllLanes, bits, 2));\n", ""),
+        (
+            "the largest of a pair of lanes",
+            "lanes < kGroup / kCount; lanes *= 2) bits",
+            "lanes < kGroup / kCount / 2; lanes *= 2) bits",
+        ),
     ),
 )
 QUICK = 5  # of the mutants, from the first on, are tried in every run

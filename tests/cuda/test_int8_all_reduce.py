@@ -18,7 +18,7 @@ from tests.cuda.mutants import Mutant, mutants
 from tests.cuda.test_all_reduce import finding, some_slow
 from tests.cuda.test_mutants import copy_with
 
-FEW = ("rotated-rows-window-of-3", "rotated-few-peer-of-3", "add-rotated-large-peer-of-2")
+FEW = ("rotated-rows-window-of-3", "rotated-few-peer-of-3", "add-rotated-large-peer-of-2", "carried-window-of-3")
 MUTANTS = (
     *mutants(
         "int8_all_reduce",
@@ -42,6 +42,7 @@ MUTANTS = (
             "for (int bundle = begin; bundle < min(num_bundles, step); bundle += step)\n      finish",
         ),
         ("shares go to the neighbour", "owner - (owner > rank)]", "0]"),
+        ("a sum's error is not kept", "encode(rank, bundle, sums)", "encode(kWorld - 1, num_bundles, sums)"),
         ("past the slice", "group < slice(owner + 1) ? group", "group < num_groups ? group"),
     ),
 )

@@ -88,7 +88,7 @@ def make_group(
     channels = []
     for rank, inbox in enumerate(inboxes):
         state = zeros(ops.device, STATE_WORDS, np.uint32)
-        state[:2] = [last_number << 16 & 0xFFFFFFFF, last_number >> 16]  # the count, see channel.cuh
+        state[0], state[1] = last_number << 16 & 0xFFFFFFFF, last_number >> 16  # the count, see channel.cuh
         others = [other for peer, other in enumerate(inboxes) if peer != rank] if shared is None else [inbox]
         memory = {"outboxes": others, "inbox": inbox, "state": state, "alarm": alarm}
         channels.append(

@@ -184,7 +184,7 @@ def sweep(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_few_are_found() -> None:
-    done = sweep(*SAMPLE, "--per-file", "4", "--quiet", "--explained")
+    done = sweep(*SAMPLE, "--per-file", "2", "--quiet", "--explained")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 BEAT_S = 0.1  # between two looks at the board
 SILENT_S = 1.0  # a rank that has not beaten for so long may be stopped
 LINGER_S = 1.0  # while /health says that the engine is dead
+PF_EXITING = 0x4  # of Linux's flags of a process
+LOOKS, LOOK_S = 10, 2e-3  # at the status of one that ends
 STDERR = 2
 PATIENCE_S = 3.0  # of a rank that waits to be ended by the one who names
 
@@ -144,6 +146,7 @@ class Watch:
             self.mine.show(self.alarms.wait)
             for file in found:
                 poller.unregister(file)
+            found += [file for number, file in self._files.items() if _is_ending(self._peers[number].pid)]
             reason = self._launcher_gone(found) or self._dead(found, dead) or self._failed() or self._missed(dead)
             reason = reason or self.alarms.problem
             silent: Set[int] = frozenset()
@@ -229,15 +232,33 @@ def _said(number: int, record: Record) -> str:
 
 def _how_it_ended(pid: int) -> str:
     """From the status that Linux shows for as long as nobody has asked for it."""
-    with suppress(OSError, IndexError, ValueError):
-        status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[49])
-        if os.WIFSIGNALED(status):
-            return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
-        return f"ended with exit code {os.WEXITSTATUS(status)}"
+    for _ in range(LOOKS):
+        with suppress(OSError, IndexError, ValueError):
+            fields = _stat(pid)
+            status = int(fields[49])
+            if os.WIFSIGNALED(status):
+                return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+            if status or fields[0] == "Z":
+                return f"ended with exit code {os.WEXITSTATUS(status)}"
+            time.sleep(LOOK_S)  # it is about to be said
     return "is gone"
+
+
+def _is_ending(pid: int) -> bool:
+    """Whether it has begun to: a GPU's memory is given back before a pidfd says that it is over, which takes a while
+    (0.4 s for little memory)."""
+    with suppress(OSError):
+        fields = _stat(pid)
+        return fields[0] in "ZX" or bool(int(fields[6]) & PF_EXITING)
+    return False
 
 
 def _is_stopped(pid: int) -> bool:
     with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        return _stat(pid)[0] in "Tt"
     return False
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the name, see proc(5): the state, which is the third, is the first here."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
+import select
 import signal
 import subprocess
 import sys
@@ -162,6 +164,33 @@ def test_how_a_rank_has_ended(number: int | None, how: str, monkeypatch: pytest.
         assert "has failed, before the first step: out of memory" in ranks.watch._dead([ranks.watch._files[1]], dead)
 
 
+ENDING = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(60,)).start()
+print("begins", flush=True)
+ctypes.CDLL(None).syscall(60, 0)  # ends this thread alone
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of a system call")
+def test_a_rank_that_ends_slowly_is_seen_before_it_is_over() -> None:
+    """As one that gives back a GPU's memory: its main thread is over, and it is not."""
+    with subprocess.Popen([sys.executable, "-c", ENDING], stdout=subprocess.PIPE) as process:
+        file = os.pidfd_open(process.pid)
+        assert not failure._is_ending(os.getpid())
+        assert until(lambda: failure._is_ending(process.pid))
+        poller = select.poll()
+        poller.register(file, select.POLLIN)
+        assert poller.poll(0) == []
+        process.kill()
+        assert poller.poll(10_000)
+        assert failure._how_it_ended(process.pid) == "was killed by SIGKILL"
+        assert failure._is_ending(process.pid)
+        os.close(file)
+    assert not failure._is_ending(process.pid)
+    assert failure._how_it_ended(process.pid) == "is gone"
+
+
 def test_a_rank_that_is_done_may_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """But not while others wait for it before there are steps."""
     with job(0, 2, monkeypatch) as ranks:
@@ -206,11 +235,11 @@ def test_what_takes_too_long_ends_all_and_what_does_not_goes_on(
         ]
     assert "test_what_takes_too_long" in capfd.readouterr().err
     with job(0, 2, monkeypatch) as ranks:
+        before = set(threading.enumerate())
         with ranks.watch.within(60.0, "joining"):
-            timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
-        assert len(timers) == 1
-        timers[0].join(10)
-        assert not timers[0].is_alive()
+            (timer,) = set(threading.enumerate()) - before
+        timer.join(10)
+        assert not timer.is_alive()
         assert not ranks.ends
 
 

@@ -97,7 +97,8 @@ def plant(fault: str) -> None:
 
 
 def main(fault: str, rank: str, *flags: str) -> int:
-    engine.comm.ranks.JOIN_S = engine.build.TOGETHER_S = 5.0
+    if fault in ("late", "join"):
+        engine.comm.ranks.JOIN_S = engine.build.TOGETHER_S = 5.0
     if rank in ("all", str(launched_rank(os.environ))):
         plant(fault.partition("=")[0])
         if fault == "flags":

@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 2 ? 16
   const int stage_bytes = kRows * kStep + copied_tokens * kXBytes;
   unsigned char* const stages = dynamic_shared<unsigned char>() + warp * kStages * stage_bytes;
   Sum* const parts = reinterpret_cast<Sum*>(dynamic_shared<unsigned char>() + kWarps * kStages * stage_bytes);
-  unsigned* const before = reinterpret_cast<unsigned*>(parts + 2 * kWarps * kTokens * kPitch);
+  unsigned* const before = reinterpret_cast<unsigned*>(parts + 2 * kWarps * num_tokens * kPitch);
   unsigned char* const whole = reinterpret_cast<unsigned char*>(before + 4);  // [num_tokens][num_steps][kStep], if kOwn
   float* const x_scales = reinterpret_cast<float*>(whole + (kOwn ? num_tokens * num_steps * kStep : 0));  // as x_scale
 
@@ -358,7 +358,7 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 2 ? 16
       if constexpr (kGated) z = activation<kActivation>(to_float(from_float<T>(z))) * to_float(from_float<T>(number_of(1)));
       y[static_cast<index_t>(token) * size + column] = from_float<Y>(z);
     };
-    Sum* const here = parts + buffer * kWarps * kTokens * kPitch;
+    Sum* const here = parts + buffer * kWarps * num_tokens * kPitch;
     buffer ^= 1;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i)
@@ -366,14 +366,15 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles * kTokenTiles <= 2 ? 16
       for (int t = 0; t < kTokenTiles; ++t)
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          here[(warp * kTokens + 8 * t + 2 * pair + j % 2) * kPitch + 16 * i + group + j / 2 * 8] = sums[i][t][j];
+          const int token = 8 * t + 2 * pair + j % 2;
+          if (token < num_tokens) here[(warp * num_tokens + token) * kPitch + 16 * i + group + j / 2 * 8] = sums[i][t][j];
           sums[i][t][j] = 0;
         }
     __syncthreads();
     const auto sum_of_warps = [&](int token, int row) {
       Sum sum = 0;
 #pragma unroll
-      for (int other = 0; other < kWarps; ++other) sum += here[(other * kTokens + token) * kPitch + row];
+      for (int other = 0; other < kWarps; ++other) sum += here[(other * num_tokens + token) * kPitch + row];
       return sum;
     };
     int first_block = blockIdx.x, others = 0;

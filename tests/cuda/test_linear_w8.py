@@ -151,12 +151,21 @@ def test_every_choice_fits_a_common_card(num_tokens: int, has_fp8: bool) -> None
         assert launch.shared_bytes <= notes.max_shared_bytes
 
 
+def test_a_common_card_has_fewer_stages_then_fewer_warps() -> None:
+    """One token of 4096 columns: 12 warps of 4 stages take 204 KiB, of 2 stages 104, 8 warps of 2 stages 71."""
+    entries = []
+    for kibibytes in (227, 110, 99):
+        notes = Notes(max_shared_bytes=kibibytes << 10)
+        tensors = {"weight": np.zeros((64, 4096), np.int8), "scale": np.ones(64, np.float32)}
+        linear_w8(np.zeros((1, 4096), BF16), LinearWeight("int8", 64, 4096, tensors), device=notes)
+        entries += [instance.entry.removesuffix(">").split(", ")[-2:] for instance in notes.instances]
+    assert entries == [["12", "4"], ["12", "2"], ["8", "2"]]
+
+
 def test_choices_are_in_order() -> None:
     assert [most for most, _ in CHOICES] == sorted(most for most, _ in CHOICES)
     assert all(8 * few.token_tiles >= most for most, few in CHOICES)
-    assert (
-        Few(2, 1, 8, 4).shared_bytes(1, 32, blocks=False, whole=False) == 8 * 4 * 33 * 128 + 2 * 8 * 8 * 36 * 4 + 16 + 4
-    )
+    assert Few(2, 1, 8, 4).shared_bytes(1, 32, blocks=False, whole=False) == 8 * 4 * 33 * 128 + 2 * 8 * 36 * 4 + 16 + 4
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from engine.errors import ConfigError, KernelError
 from engine.forward import Forward
 from engine.gpu_memory import GpuRoom, graph_buffer, mismatch, plan_gpu_memory
 from engine.halves import NEVER, Halving, first_that_pays
+from engine.kernels.carried import CARRIED
 from engine.kernels.dry_run import SAMPLINGS, run_dry
 from engine.kernels.forward import GpuForward, graph_sizes, piece_sizes
 from engine.kernels.gpu import Gpu
@@ -89,6 +90,7 @@ class CudaBackend:
         self.ops = self._recorder.ops
         self._comm: Communicator = OneRank(self.ops)
         self._world: MpiComm | None = None  # of ranks that share layers
+        self._errors: Any = None  # that sums as int8 carry: see StageSums
         properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
         self._name = properties["name"].decode()
         self.kind = f"{self._name} ({self._gpu.arch}) in {self._dtype}"
@@ -109,8 +111,13 @@ class CudaBackend:
             return self._comm
         max_blocks = min(MAX_WAITING_BLOCKS, self._gpu.num_sms)
         self._world = world if parallel.tensor_parallel_size > 1 else None
+        errors = None
+        if config.allreduce == "int8" and self._world is not None:
+            limits = config.step_limits(LIMITS)
+            num_rows = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+            errors = self._errors = self._gpu.empty((num_rows, model_config.hidden_size), CARRIED)
         self._comm = join_gpus(
-            self.ops, self._gpu, world, parallel, model_config, self._dtype, config.allreduce, max_blocks
+            self.ops, self._gpu, world, parallel, model_config, self._dtype, config.allreduce, max_blocks, errors
         )
         self.overlaps = self._comm.shares_ids  # or another rank knows what was sampled from the next plan alone
         return self._comm
@@ -147,6 +154,7 @@ class CudaBackend:
             *forward.buffers(),
             *self._sampling.buffers(),
             *of_gpu,
+            *(() if self._errors is None else (Buffer("errors of sums as int8", int(self._errors.nbytes), STEP),)),
             graph_buffer(tried, limits, *sizes, len(geometry.layers), hidden_bytes),
             Buffer(WORKSPACE, tried, STEP, note="one piece, for the largest step as tried"),
             Buffer("staging of weights", STAGING_BYTES, LOADING, "host", "at most"),

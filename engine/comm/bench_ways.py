@@ -45,8 +45,8 @@ def time_ways(ranks: Ranks, sizes: Sequence[int]) -> tuple[dict[str, Any], list[
         nccl, why = None, str(error)
     assert links.copies is not None, "as is usual"
     add_up = None if nccl is None else nccl.all_reduce
-    copied = partial(links.copies.all_reduce, device=gpu)
-    ways = ways_of(links.channels, links.exchanges, add_up, gpu, copies=copied)
+    gather = partial(links.copies.gather, device=gpu)
+    ways = ways_of(links.channels, links.exchanges, add_up, gpu, gather=gather)
     gpu.prepare(kernels_of(links.channels, links.exchanges, dtype), progress=False)
     begin = time.perf_counter()
     trials = measure(links, ways, dtype, sizes)

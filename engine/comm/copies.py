@@ -16,7 +16,6 @@ from engine.comm.host_window import HostWindow
 from engine.comm.meeting import Meeting
 from engine.kernels.device import Device
 from engine.kernels.gpu import check
-from engine.kernels.sum_parts import sum_parts
 
 Array = Any
 
@@ -40,10 +39,6 @@ class Copies:
         self._streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2 * NUM_LANES)]
         self._begun = cupy.cuda.Event(disable_timing=True)
         self._ended = [cupy.cuda.Event(disable_timing=True) for _ in self._streams]
-
-    def all_reduce(self, x: Array, residual: Array | None, device: Device) -> Array:
-        """See engine.kernels.sum_parts; x as it is there."""
-        return sum_parts(x, self.gather(x, device), self.rank, residual, device=device)
 
     def gather(self, x: Array, device: Device) -> Array:
         """x of the other ranks, [size − 1, …], where all bring a contiguous array of one shape and type."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
 from engine.comm.alarm import Alarm, Alarms
-from engine.comm.communicator import ALONE, OneRank, StepSum
-from engine.comm.ways import Plan, Way
+from engine.comm.communicator import OneRank, StepSum
+from engine.comm.stage_sums import StageSums
 from engine.config import ModelConfig, ParallelConfig
 from engine.kernels.all_gather import all_gather
 from engine.kernels.channel import Exchange
@@ -34,8 +34,7 @@ class GpuRanks:
     """See engine.comm.communicator.Communicator.
 
     Args:
-        stage: what joins the ranks of this one's stage; None: there is no other.
-        ways, plan: of the stage. plan_beside: of sums beside which others are computed.
+        stage, sums: what joins the ranks of this one's stage, and adds up over them; None: there is no other.
         previous, following: what joins it with the rank that it receives from, and sends to.
         closes: what is to be done at the end, by all ranks together.
     """
@@ -48,9 +47,7 @@ class GpuRanks:
         config: ModelConfig,
         dtype: Any,
         stage: Line | None,
-        ways: Mapping[str, Way],
-        plan: Plan | None,
-        plan_beside: Plan | None = None,
+        sums: StageSums | None,
         previous: Line | None = None,
         following: Line | None = None,
         closes: Sequence[Callable[[], None]] = (),
@@ -59,7 +56,7 @@ class GpuRanks:
         self.is_first = parallel.stage == 0
         self.is_last = parallel.stage == parallel.pipeline_parallel_size - 1
         self._one, self._device, self._dtype = OneRank(ops), device, dtype
-        self._stage, self._ways, self._plan, self._plan_beside = stage, ways, plan, plan_beside or plan
+        self._stage, self._sums = stage, sums
         self._previous, self._following = previous, following
         self._closes = closes
         self.alarms = Alarms([line.alarm for line in (stage, previous, following) if line is not None])
@@ -67,19 +64,20 @@ class GpuRanks:
         self._hidden_size, self._vocab_size = config.hidden_size, config.vocab_size
 
     def reduce(self, partial: Array) -> Array:
-        return self._sum(partial, None)
+        """Exact: of each token's row, one rank has all there is."""
+        return partial if self._sums is None else self._sums.exact(partial)
 
     def norm(self, x: Array, norm: Norm) -> Array:
         return self._one.norm(x, norm)
 
     def reduce_add_norm(self, partial: Array, residual: Array, norm: Norm, which: StepSum) -> tuple[Array, Array]:
-        if self._stage is None:
+        if self._sums is None:
             return self._one.reduce_add_norm(partial, residual, norm, which)
-        residual = self._sum(partial, residual, which)
+        residual = self._sums(partial, residual, which)
         return self._one.norm(residual, norm), residual
 
     def reduce_add(self, partial: Array, residual: Array, which: StepSum) -> Array:
-        return self._sum(partial, residual, which)
+        return partial + residual if self._sums is None else self._sums(partial, residual, which)
 
     def send(self, residual: Array) -> None:
         assert self._following is not None, "the last stage sends nothing"
@@ -114,9 +112,3 @@ class GpuRanks:
         for close in self._closes:
             close()
         self._closes = ()
-
-    def _sum(self, partial: Array, residual: Array | None, which: StepSum = ALONE) -> Array:
-        plan = self._plan_beside if which.is_beside else self._plan
-        if self._stage is None or plan is None:
-            return partial if residual is None else partial + residual
-        return self._ways[plan.way(int(partial.nbytes))].sum(partial, residual)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +18,8 @@ from engine.comm.links import Links
 from engine.comm.meeting import Meeting
 from engine.comm.nccl import Nccl
 from engine.comm.planner import measure, wrong
-from engine.comm.ways import INT8, NCCL, Plan, Trial, Way, choose, kernels_of, may_use_peer, table, ways_of
+from engine.comm.stage_sums import Plans, StageSums, plans_of
+from engine.comm.ways import INT8, NCCL, Way, kernels_of, may_use_peer, table, ways_of
 from engine.config import ModelConfig, ParallelConfig
 from engine.errors import ConfigError
 from engine.kernels.compile import CUDA
@@ -46,20 +47,23 @@ def join_gpus(
     dtype: Any,
     allreduce: str,
     max_blocks: int,
+    errors: Array | None,
 ) -> GpuRanks:
     """Called by all ranks: links of each stage, and of neighbours in the pipeline; ways tried and chosen from.
 
+    Args:
+        errors: see StageSums.
     Raises:
         ConfigError: on all ranks of a group, where there is no way.
     """
     tp, pp, stage = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.stage
-    line, plan, beside = None, None, None
-    ways: dict[str, Way] = {}
+    line, sums = None, None
     closes: list[Callable[[], None]] = []
     if tp > 1:
         links = _join(world.Split(stage, parallel.tp_rank), 0, parallel, max_blocks, has_copies=True)
         line = _line(links)
-        ways, plan, beside, closes = _choose(links, device, dtype, allreduce, config.hidden_size, parallel.rank == 0)
+        ways, plans, closes = _choose(links, device, dtype, allreduce, config.hidden_size, parallel.rank == 0)
+        sums = StageSums(ways, plans, errors)
     else:
         world.Split(stage, parallel.tp_rank)
     neighbours = {}
@@ -71,45 +75,41 @@ def join_gpus(
             neighbours[first] = _line(pair_links)
             closes.append(pair_links.close)
     previous, following = neighbours.get(stage - 1), neighbours.get(stage)
-    return GpuRanks(ops, device, parallel, config, dtype, line, ways, plan, beside, previous, following, closes)
+    return GpuRanks(ops, device, parallel, config, dtype, line, sums, previous, following, closes)
 
 
 def _choose(
     links: Links, device: Gpu, dtype: Any, allreduce: str, hidden_size: int, speaks: bool
-) -> tuple[dict[str, Way], Plan, Plan, list[Callable[[], None]]]:
-    """(ways, plan, plan beside other rows, what is to be closed). Times of an earlier start hold where all is as it was
-    and the ways that they lead to are right today."""
+) -> tuple[dict[str, Way], Plans, list[Callable[[], None]]]:
+    """(ways, plans, what is to be closed). Times of an earlier start hold where all is as it was and the ways that they
+    lead to are right today."""
     allowed = partial(is_allowed, allreduce=allreduce)
     say = logger.info if speaks else logger.debug
     facts = _facts(links, dtype, allreduce)
     folder = cache_dir() / "all-reduce"
     trials = links.meeting.allgather(load_times(folder, facts) if links.meeting.rank == 0 else None)[0]
-    kept = () if trials is None else _both(trials, allowed, hidden_size)
-    nccl, ways = _ways(links, device, dtype, allreduce, not kept or any(NCCL in plan.names for plan in kept))
+    kept = None if trials is None else plans_of(trials, allowed, hidden_size)
+    nccl, ways = _ways(links, device, dtype, allreduce, kept is None or NCCL in kept.names)
     begin = time.perf_counter()
-    if kept and (problems := wrong(links, ways, kept, dtype)):
+    if kept is not None and (problems := wrong(links, ways, kept.all, dtype)):
         say("all-reduce is timed anew: what was kept of another start is not right today:\n%s", table(problems))
-        kept = ()
+        kept = None
         if nccl is None:
             nccl, ways = _ways(links, device, dtype, allreduce, True)
-    if trials is None or not kept:
+    if trials is None or kept is None:
         trials = measure(links, {name: way for name, way in ways.items() if allowed(name)}, dtype)
         if links.meeting.rank == 0 and not any(trial.problem for trial in trials):
             keep_times(folder, facts, trials)
-    plan, beside = _both(trials, allowed, hidden_size)
+    plans = plans_of(trials, allowed, hidden_size)
     seconds = time.perf_counter() - begin
-    say("all-reduce: %s; beside other rows: %s", plan.text(), beside.text())
+    say("all-reduce: %s; beside other rows: %s", plans.plan.text(), plans.beside.text())
     say("microseconds of a sum (%s, %.1f s):\n%s", "kept, checked" if kept else "tried", seconds, table(trials))
     closes: list[Callable[[], None]] = [links.close]
-    if nccl is not None and NCCL in (*plan.names, *beside.names):
+    if nccl is not None and NCCL in plans.names:
         closes.insert(0, nccl.close)
     elif nccl is not None:
         nccl.close()  # some 900 MB
-    return ways, plan, beside, closes
-
-
-def _both(trials: Sequence[Trial], allowed: Callable[[str], bool], hidden_size: int) -> tuple[Plan, Plan]:
-    return choose(trials, allowed, hidden_size), choose(trials, allowed, hidden_size, is_beside=True)
+    return ways, plans, closes
 
 
 def _ways(links: Links, device: Gpu, dtype: Any, allreduce: str, has_nccl: bool) -> tuple[Nccl | None, dict[str, Way]]:
@@ -118,8 +118,8 @@ def _ways(links: Links, device: Gpu, dtype: Any, allreduce: str, has_nccl: bool)
     nccl = _nccl(links) if allreduce in ("auto", "nccl") and has_nccl else None
     add_up = nccl.all_reduce if nccl is not None else None
     rotate = allreduce != "int8-plain"
-    copied = partial(links.copies.all_reduce, device=device)
-    ways = ways_of(links.channels, links.exchanges, add_up, device, rotate, copied)
+    gather = partial(links.copies.gather, device=device)
+    ways = ways_of(links.channels, links.exchanges, add_up, device, rotate, gather)
     device.prepare(kernels_of(links.channels, links.exchanges, dtype, rotate), progress=False)
     return nccl, ways
 

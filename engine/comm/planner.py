@@ -13,6 +13,7 @@ import numpy as np
 from engine.comm.links import PATIENCE_S, Links
 from engine.comm.meeting import Meeting
 from engine.comm.ways import Plan, Trial, Way
+from engine.kernels.carried import CARRIED, Carried
 
 Array = Any
 
@@ -97,7 +98,7 @@ def _pattern_of(meeting: Meeting, num_bytes: int, dtype: Any, hidden_size: int) 
 def _check(links: Links, way: Way, x: Array) -> str:
     """What is wrong with the sum."""
     part = min(x.size, LARGEST_PATTERN)
-    found = way.sum(x.copy(), None).reshape(-1).view(np.uint16).reshape(-1, part)
+    found = way.sum(x.copy(), None, _carried(x, is_new=True)).reshape(-1).view(np.uint16).reshape(-1, part)
     expected = np.sum(_pattern(links.meeting, part), axis=0)
     if way.is_exact:
         num_wrong = int((found != cupy.asarray(expected.astype(x.dtype).view(np.uint16))).sum())
@@ -105,6 +106,11 @@ def _check(links: Links, way: Way, x: Array) -> str:
         first = cupy.asnumpy(found[0]).view(x.dtype).astype(np.float32)
         num_wrong = int((np.abs(first - expected) > INT8_ERROR * np.abs(expected).max()).sum())
     return links.alarm.problem or (f"{num_wrong} numbers of {x.size} are wrong" if num_wrong else "")
+
+
+def _carried(x: Array, is_new: bool) -> Carried:
+    """Nothing, in memory of its own."""
+    return Carried(cupy.zeros(x.size, np.uint16).view(CARRIED).reshape(x.shape), is_new)
 
 
 def _pattern(meeting: Meeting, size: int) -> list[np.ndarray[Any, Any]]:
@@ -116,14 +122,14 @@ def _pattern(meeting: Meeting, size: int) -> list[np.ndarray[Any, Any]]:
 def _time(links: Links, way: Way, x: Array) -> float:
     """Microseconds of a call. Ranks are in step after a first launch, whose time they have waited for each other in."""
     stream = cupy.cuda.get_current_stream()
-    residual = x.copy()
+    residual, carried = x.copy(), _carried(x, is_new=False)
     x.view(np.uint16)[...] = 0
-    way.sum(x, residual)
+    way.sum(x, residual, carried)
     stream.synchronize()
     stream.begin_capture()
     repeats = REPEATS if x.nbytes < FEW_FROM else FEW_REPEATS
     for _ in range(repeats):
-        way.sum(x, residual)
+        way.sum(x, residual, carried)
     graph = stream.end_capture()
     graph.upload(stream)
     times = []

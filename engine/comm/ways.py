@@ -11,13 +11,17 @@ import numpy as np
 from engine.errors import ConfigError
 from engine.kernels import all_reduce_pair, all_reduce_pieces, int8_all_reduce
 from engine.kernels.all_reduce import all_reduce
+from engine.kernels.carried import Carried
 from engine.kernels.channel import MAX_RANKS, Channel, Exchange
 from engine.kernels.device import Device, Instance
+from engine.kernels.int8_codes import codes_bytes, quantize_codes, sum_codes
 from engine.kernels.notes import Notes
 from engine.kernels.sum_parts import sum_parts
 
 Array = Any
-Sum = Callable[[Array, Array | None], Array]  # (partial, residual or None); the answer may be written over either
+# (partial, residual or None, what is carried if anything is); the answer may be written over either of the first two
+Sum = Callable[[Array, Array | None, Carried | None], Array]
+Gather = Callable[[Array], Array]  # an array of this rank, contiguous, → those of the others, [world_size − 1, …]
 
 INT8, NCCL = "int8", "nccl"
 COPIES = "copies"
@@ -79,9 +83,12 @@ def ways_of(
     nccl: Callable[[Array], Array] | None,
     device: Device,
     rotate: bool = True,
-    copies: Sum | None = None,
+    gather: Gather | None = None,
 ) -> dict[str, Way]:
-    """All ways of a group, by name, over memory of these names; nccl: adds up in place."""
+    """All ways of a group, by name, over memory of these names; nccl: adds up in place; gather: by copies.
+
+    rotate: what travels as int8, which alone carries errors then.
+    """
     found = []
     for name, channel in channels.items():
         found.append(Way(name, _one_trip(channel, device), channel.most_bytes))
@@ -90,8 +97,11 @@ def ways_of(
     for name, exchange in exchanges.items():
         found.append(Way(f"{name}-pieces", _pieces(exchange, device)))
         found.append(Way(f"{name}-pieces-int8", _int8_pieces(exchange, rotate, device), is_exact=False))
-    if copies is not None:
-        found.append(Way(f"window-{COPIES}", copies, least_bytes=LEAST_COPIED))
+    if gather is not None:
+        rank = next(iter(channels.values())).rank
+        exact, in_codes = _copies(gather, rank, device), _int8_copies(gather, rank, rotate, device)
+        found.append(Way(f"window-{COPIES}", exact, least_bytes=LEAST_COPIED))
+        found.append(Way(f"window-{COPIES}-{INT8}", in_codes, least_bytes=LEAST_COPIED, is_exact=False))
     if nccl is not None:
         found.append(Way(NCCL, _nccl(nccl)))
     return {way.name: way for way in found}
@@ -102,34 +112,55 @@ def kernels_of(
 ) -> tuple[Instance, ...]:
     """What has to be loaded on every rank before the ways of one are tried: a kernel waits for those of others."""
     notes, x = Notes(), np.zeros((1, MAX_RANKS * int8_all_reduce.GROUP), dtype)
-    for way in ways_of(channels, exchanges, None, notes, rotate).values():
-        way.sum(x, None)
-    sum_parts(x, np.zeros((next(iter(channels.values())).world_size - 1, *x.shape), dtype), 0, None, device=notes)
+    num_others = next(iter(channels.values())).world_size - 1
+
+    def gather(array: Array) -> Array:
+        return np.zeros((num_others, *array.shape), array.dtype)
+
+    for way in ways_of(channels, exchanges, None, notes, rotate, gather).values():
+        way.sum(x, None, None)
     return notes.instances
 
 
 def _one_trip(channel: Channel, device: Device) -> Sum:
-    return lambda x, residual: all_reduce(x, channel, residual, device=device)
+    return lambda x, residual, carried: all_reduce(x, channel, residual, device=device)
 
 
 def _pieces(exchange: Exchange, device: Device) -> Sum:
     function = all_reduce_pair.all_reduce_pair if exchange.world_size == 2 else all_reduce_pieces.all_reduce_pieces
-    return lambda x, residual: function(x, exchange, residual, device=device)
+    return lambda x, residual, carried: function(x, exchange, residual, device=device)
 
 
 def _int8(channel: Channel, rotate: bool, device: Device) -> Sum:
     function = all_reduce_pair.int8_packets if channel.world_size == 2 else int8_all_reduce.int8_all_reduce
-    return lambda x, residual: function(x, channel, residual, rotate=rotate, device=device)
+    return lambda x, residual, carried: function(
+        x, channel, residual, carried if rotate else None, rotate=rotate, device=device
+    )
 
 
 def _int8_pieces(exchange: Exchange, rotate: bool, device: Device) -> Sum:
     is_pair = exchange.world_size == 2
     function = all_reduce_pair.int8_all_reduce_pair if is_pair else all_reduce_pieces.int8_all_reduce
-    return lambda x, residual: function(x, exchange, residual, rotate=rotate, device=device)
+    return lambda x, residual, carried: function(
+        x, exchange, residual, carried if rotate else None, rotate=rotate, device=device
+    )
+
+
+def _copies(gather: Gather, rank: int, device: Device) -> Sum:
+    return lambda x, residual, carried: sum_parts(x, gather(x), rank, residual, device=device)
+
+
+def _int8_copies(gather: Gather, rank: int, rotate: bool, device: Device) -> Sum:
+    def add(x: Array, residual: Array | None, carried: Carried | None) -> Array:
+        codes = device.empty((codes_bytes(int(x.size)),), np.uint8)
+        quantize_codes(x, codes, carried if rotate else None, rotate=rotate, device=device)
+        return sum_codes(codes, gather(codes), rank, x, residual, rotate=rotate, device=device)
+
+    return add
 
 
 def _nccl(nccl: Callable[[Array], Array]) -> Sum:
-    def add(x: Array, residual: Array | None) -> Array:
+    def add(x: Array, residual: Array | None, carried: Carried | None) -> Array:
         total = nccl(x)
         if residual is None:
             return total

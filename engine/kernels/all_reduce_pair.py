@@ -127,8 +127,8 @@ def _launch(
 
 
 def grid(bundles: int, bundle_bytes: int, exchange: Exchange) -> tuple[int, int]:
-    """(blocks, warps of each) for so many bundles: blocks come first, as each waits by itself; then chunks of a block, so
-    that one goes out while another comes in; then warps."""
+    """(blocks, warps of each) for so many bundles: blocks come first, as each waits by itself; then chunks of a block,
+    so that one goes out while another comes in; then warps."""
     most = min(MAX_WARPS, exchange.slots.slot_bytes // bundle_bytes)
     blocks = min(exchange.slots.num_lanes, bundles)
     return blocks, min(most, ceil_div(bundles, blocks * CHUNKS))

@@ -23,9 +23,11 @@ from engine.checkpoint.source import resolve
 from engine.comm.alarm import ROWS, Alarm, link_id
 from engine.comm.communicator import Communicator
 from engine.comm.gpu_ranks import GpuRanks, Line
+from engine.comm.stage_sums import Plans, StageSums
 from engine.comm.ways import Plan, Trial, Way, choose, table, ways_of
 from engine.config import ParallelConfig
 from engine.errors import ConfigError, EngineDeadError
+from engine.kernels.carried import CARRIED
 from engine.kernels.channel import Slots
 from engine.kernels.sampling import KernelSampling
 from engine.kernels.table import kernel_ops
@@ -34,6 +36,9 @@ from ref.sampling import log_softmax
 
 HALF = np.dtype(np.float16)  # in bfloat16 two roundings of a partial sum move these small models by 0.1
 TOLERANCE = 0.05  # of logprobs
+# A sum as int8 is off by 0.7 % (tests/ref/test_int8_all_reduce.py): of 10 000 logits of 2.1 the largest by 4 · 0.014,
+# and what layers make of it by a few times as much. Errors that nobody may read are NaN here.
+INT8_TOLERANCE = 0.25
 SLOTS = Slots(num_lanes=4, num_stages=4, slot_bytes=2560)
 
 
@@ -62,17 +67,19 @@ class Job:
     def comm(self, rank: int, ops: OpTable, config: Any) -> Communicator:
         parallel = ParallelConfig(rank, self.tp, self.pp)
         stage, share, device = parallel.stage, parallel.tp_rank, self.devices[rank]
-        line, ways = None, {}
+        line = sums = None
         if self.tp > 1:
             line = line_of(self.gathers[stage], share)
             channels = {"window": self.channels[stage].channels[share]}
             ways = ways_of(channels, {"peer": self.exchanges[stage].channels[share]}, None, device)
+            plan, exact = Plan((1 << 30,), (self.way,)), Plan((1 << 30,), (self.way.removesuffix("-int8"),))
+            errors = np.full((256, config.hidden_size), np.nan, CARRIED) if self.way.endswith("int8") else None
+            sums = StageSums(ways, Plans(plan, plan, exact, exact), errors)
         before = self.pairs[stage - 1][share] if stage > 0 else None
         after = self.pairs[stage][share] if stage < self.pp - 1 else None
         previous = before and line_of(before, 1)
         following = after and line_of(after, 0)
-        plan = Plan((1 << 30,), (self.way,)) if line else None
-        return GpuRanks(ops, device, parallel, config, HALF, line, ways, plan, None, previous, following)
+        return GpuRanks(ops, device, parallel, config, HALF, line, sums, previous, following)
 
     def run(self, of_rank: Callable[[int], Any]) -> list[Any]:
         with ThreadPoolExecutor(len(self.devices)) as team:
@@ -122,6 +129,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]
     [
         (2, 1, "window"),
         pytest.param(2, 1, "peer-pieces", marks=pytest.mark.slow),
+        (2, 1, "window-int8"),
         (1, 2, ""),
         pytest.param(2, 2, "window", marks=pytest.mark.slow),
     ],
@@ -129,7 +137,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]
 def test_split_models_give_the_logits_of_one_rank(tp: int, pp: int, way: str, one_rank: tuple[Path, list[Any]]) -> None:
     folder, expected = one_rank
     found = differ(logits(folder, Job(tp, pp, way)), expected)
-    assert found < TOLERANCE
+    assert found < (INT8_TOLERANCE if way.endswith("int8") else TOLERANCE)
 
 
 @pytest.mark.parametrize("num_ids", [1, 4, 7])
@@ -171,12 +179,12 @@ TRIALS = [
 
 
 def test_the_quickest_way_is_chosen_size_by_size() -> None:
+    """At 32 KiB both exact ways take 10.3."""
     plan = choose(TRIALS, lambda way: not way.endswith("int8"), 96)
-    assert plan == Plan((4096, 65536), ("window", "window-pieces"))
-    assert [plan.way(size) for size in (1, 4096, 4097, 65536, 1 << 30)] == ["window", "window", *3 * ["window-pieces"]]
-    assert plan.text() == "window to 4 KiB, window-pieces beyond"
-    assert choose(TRIALS, lambda way: True, 96).names == ("window", "window-int8")
-    assert choose(TRIALS, lambda way: True, 90).names == ("window", "window-pieces")  # no whole groups of 32
+    assert [plan.way(size) for size in (1, 4096, 8192, 65536, 1 << 30)] == [*3 * ["window"], *2 * ["window-pieces"]]
+    assert plan.text() == "window to 32 KiB, window-pieces beyond"
+    assert choose(TRIALS, lambda way: True, 96).names[-1] == "window-int8"
+    assert choose(TRIALS, lambda way: True, 90).names[-1] == "window-pieces"  # no whole groups of 32
 
 
 def test_a_way_that_is_wrong_is_struck_out() -> None:
@@ -191,4 +199,4 @@ def test_the_last_way_takes_all_larger_arrays() -> None:
     trials = [Trial("window", 4096, 1.0), Trial("window-pieces", 4096, 2.0), Trial("window-pieces", 65536, 3.0)]
     plan = choose(trials, lambda way: True, 96)
     assert plan.way(1 << 40) == "window-pieces"
-    assert Way("window", lambda x, residual: x, 4096).most_bytes == 4096
+    assert Way("window", lambda x, residual, carried: x, 4096).most_bytes == 4096

@@ -68,9 +68,9 @@ def test_kernels_of_all_ways_are_named(world_size: int) -> None:
     found = kernels_of({"window": channel}, {"window": exchange}, np.dtype(ml_dtypes.bfloat16))
     stems = {instance.stem for instance in found}
     if owners:
-        assert stems == {"all_reduce", "int8_all_reduce", "all_reduce_pieces", "sum_parts"}
+        assert stems == {"all_reduce", "int8_all_reduce", "all_reduce_pieces", "sum_parts", "int8_codes"}
     else:
-        assert stems == {"all_reduce", "int8_all_reduce_pair", "all_reduce_pair", "sum_parts"}
+        assert stems == {"all_reduce", "int8_all_reduce_pair", "all_reduce_pair", "sum_parts", "int8_codes"}
 
 
 def test_copies_are_for_sums_beside_other_rows() -> None:

@@ -3,7 +3,8 @@
 What dual streams hide of the wire, in one table and one picture: a step plain, in halves whose sums go under the other
 half's compute, the same with int8 on the wire, and without a wire (each rank takes its own part for the sum, so its
 numbers are wrong and its time is that of computing alone). Beside it what ref.dual_stream foretells from the plain step
-and those without a wire. --predict needs no ranks: times from data sheets (ref.roofline), of GPUs on PCIe.
+and those without a wire. --predict needs no ranks: what two, four and eight GPUs on PCIe should take, as
+conformance/ranks/predictions.py says; conformance/results/predicted-tp4-tp8.txt keeps it for when there are such runs.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from conformance.ranks import predictions
 from engine.backends.backend import Backend, Place
 from engine.batch import StepPlan
 from engine.bench.arguments import positive, positive_list, report_file
@@ -39,14 +41,11 @@ from engine.models.registry import ARCHITECTURES
 from engine.rope_table import RopeTable
 from engine.split import rank_config, rank_weights
 from ref.dual_stream import dual, total_time
-from ref.roofline import H200, LLAMA_3_1_70B, RTX_4090, Hardware, pcie_bandwidth, prefill_work
 from ref.svg import COLORS, Panel, document, dot, frame, line, text
 
 Array = Any
 
 CONTEXT, BLOCK_SIZE, REPEATS = 256, 16, 5  # tokens before those that decode; of a step, of which the first counts not
-INT8_BYTES = 34 / 64  # on the wire, of those of 16 bits: 32 numbers and a scale
-SHARE_OF_PEAK = 0.7  # that products of large matrices reach, of a GPU's data sheet
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +82,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model-shape", choices=SHAPES, help="in place of a model: its shapes with random weights")
     parser.add_argument("--quant", choices=QUANTS, default="", help="with --model-shape: quantized weights")
     parser.add_argument("--layers", type=positive, default=8, help="with --model-shape: of which a step is made (8)")
-    parser.add_argument("--prefills", type=positive_list, default=(512, 2048), help="prompt lengths")
-    parser.add_argument("--decodes", type=positive_list, default=(512,), help="numbers of sequences")
+    parser.add_argument("--prefills", type=positive_list, help="prompt lengths (512,2048; to predict 8192 too)")
+    parser.add_argument("--decodes", type=positive_list, help="numbers of sequences (512; to predict 1,16,64)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--json", type=report_file, help="file to write the report to")
     parser.add_argument("--svg", type=report_file, help="file to draw the picture to")
-    parser.add_argument("--predict", action="store_true", help="no ranks: what data sheets foretell")
+    parser.add_argument("--predict", action="store_true", help="no ranks: what should come of so many H200 on PCIe")
+    parser.add_argument("--ranks", type=positive_list, help="with --predict: how many (2,4,8)")
     args = parser.parse_args(arguments)
-    if args.predict:
-        _say("PREDICTED from data sheets, Llama-3.1-70B, TP2:", table(predictions(args.prefills), 80))
-        return 0
     try:
+        if args.predict:
+            return _predict(args)
+        if args.ranks is not None:
+            raise ConfigError("--ranks: is for --predict; to measure, start as many with mpirun -n")
+        args.prefills, args.decodes = args.prefills or (512, 2048), args.decodes or (512,)
         ranks = join_ranks(os.environ)
         with ranks.guard(), tempfile.TemporaryDirectory() as folder:
             steps = measure(_config(args, folder), ranks, args.prefills, args.decodes)
@@ -107,6 +109,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Path(args.json).write_text(json.dumps([asdict(step) for step in steps], indent=1) + "\n", encoding="utf-8")
         if args.svg:
             Path(args.svg).write_text(picture(steps, num_layers), encoding="utf-8")
+    return 0
+
+
+def _predict(args: argparse.Namespace) -> int:
+    if args.svg:
+        raise ConfigError("--svg: draws what is measured; predictions are a table (or --json)")
+    if args.quant and not args.model_shape:
+        raise ConfigError(f"--quant {args.quant}: is for --model-shape; give one of {', '.join(SHAPES)}")
+    models = [(args.model_shape, args.quant)] if args.model_shape else predictions.MODELS
+    counts = args.ranks or predictions.RANKS
+    steps = args.prefills or predictions.PREFILLS, args.decodes or predictions.DECODES
+    found = predictions.predict(models, counts, *steps)
+    _say(predictions.report(found))
+    if args.json:
+        Path(args.json).write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n", encoding="utf-8")
     return 0
 
 
@@ -225,24 +242,6 @@ def _config(args: argparse.Namespace, folder: str) -> EngineConfig:
         num_gpu_blocks_override=longest // BLOCK_SIZE + most + 2,
         dual_stream="off",
     )
-
-
-def predictions(prefills: Sequence[int]) -> list[Times]:
-    """Of two GPUs: products at SHARE_OF_PEAK of the data sheet, each rank's part sent whole to the other."""
-    config, steps = LLAMA_3_1_70B, []
-    for name, gpu in (("H200, PCIe 5", replace(H200, link=pcie_bandwidth(5))), ("RTX 4090", RTX_4090)):
-        steps += [_predicted(name, gpu, n, prefill_work(config, n)[0], config.hidden_size) for n in prefills]
-    return steps
-
-
-def _predicted(name: str, gpu: Hardware, num_tokens: int, flops: float, hidden_size: int) -> Times:
-    num_pieces = 2 * LLAMA_3_1_70B.n_layers
-    compute = flops / 2 / (SHARE_OF_PEAK * gpu.flops) * 1e3
-    wire = num_pieces * num_tokens * hidden_size * 2 / gpu.link * 1e3
-    pieces = [compute / num_pieces] * num_pieces
-    in_two = [total_time(dual(pieces, [ms / num_pieces] * num_pieces)) for ms in (wire, wire * INT8_BYTES)]
-    times = compute + wire, in_two[0], compute + wire * INT8_BYTES, in_two[1], compute, compute
-    return Times(name, num_tokens, num_pieces, *times)
 
 
 def table(steps: Sequence[Times], num_layers: int) -> str:

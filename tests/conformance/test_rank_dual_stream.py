@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from conformance.golden_models import rand_model
-from conformance.ranks.dual_stream import Times, decode_plan, main, picture, predictions, prompt_plan, table
+from conformance.ranks.dual_stream import Times, decode_plan, main, picture, prompt_plan, table
 from engine.batch import build_batch
 from tests.mpi import mpirun
 
@@ -40,14 +40,6 @@ def test_the_picture() -> None:
     assert words.count("dual streams") == 2
     assert "prefill, 2048 tokens" in words
     assert len(list(root.iter("{http://www.w3.org/2000/svg}circle"))) == 8
-
-
-def test_predictions_hide_all_but_the_last_half(capsys: pytest.CaptureFixture[str]) -> None:
-    for step in predictions((512, 2048)):
-        assert step.hidden(step.dual) == pytest.approx(1 - 1 / (2 * step.num_pieces))
-        assert step.no_wire < step.dual_int8 < step.dual < step.int8 < step.plain
-    assert main(["--predict", "--prefills", "512"]) == 0
-    assert capsys.readouterr().out.startswith("PREDICTED")
 
 
 def test_plans_have_blocks_of_their_own() -> None:

@@ -16,7 +16,8 @@ import pytest
 
 from conformance.engine_run import LikeStore
 from engine.build import BuiltEngine, build_engine
-from engine.config import EngineConfig, StepLimits
+from engine.comm.communicator import OneRank
+from engine.config import EngineConfig, ParallelConfig, StepLimits
 from engine.errors import ConfigError
 from engine.gpu_memory import DRIVER_PIECE
 from engine.halves import NEVER, Halving
@@ -190,6 +191,37 @@ def test_ranks_halve_what_they_find_quicker_so(
         for number, length in enumerate((31, 3)):
             engine.add(request(str(number), range(4, 4 + length), max_tokens=5))
     assert finish(built.engine, Outputs()) == finish(eager, Outputs())
+
+
+@pytest.mark.parametrize("allreduce", ["int8", "int8-plain", "auto"])
+def test_what_sums_carry_is_in_the_plan(
+    allreduce: str, card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 bits for each number of the largest step, of ranks that carry errors."""
+    module: Any = sys.modules["engine.backends.cuda"]
+    usual, given = module.CudaBackend.make_comm, []
+    world, parallel = SimpleNamespace(allgather=lambda mine: [mine] * 2), ParallelConfig(0, 2, 1)
+
+    def join_gpus(ops: Any, *arguments: Any) -> Any:
+        given.append(arguments[-1])
+        return OneRank(ops)
+
+    monkeypatch.setattr(module, "join_gpus", join_gpus)
+    monkeypatch.setattr(
+        module.CudaBackend,
+        "make_comm",
+        lambda backend, _, __, model_config, config: usual(backend, world, parallel, model_config, config),
+    )
+    settings: dict[str, Any] = {"max_model_len": 60, "num_gpu_blocks_override": 18, "dual_stream": "off"}
+    plan = build(model_folder(tmp_path, "llama"), allreduce=allreduce, **settings).memory
+    (errors,) = given
+    assert plan.bytes_of("CUDA, code, other programs") == OTHERS
+    if allreduce == "int8":
+        assert errors.shape[0] == LIMITS.max_num_batched_tokens
+        assert plan.bytes_of("errors of sums as int8") == errors.nbytes == 2 * errors.size
+    else:
+        assert errors is None
+        assert plan.bytes_of("errors of sums as int8") == 0
 
 
 def test_the_cache_fills_what_may_be_used(card: Card, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ unsigned ready_warps;  // a bit a warp
 unsigned num_threads, num_exited;
 const Launch* launch;
 const Kernel* kernel;
-std::string description;
+thread_local std::string description;  // ranks of a test may load the same library at once
 void* main_stack_pointer;
 char launch_order, end_order;
 char message[4096];

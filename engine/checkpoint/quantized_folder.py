@@ -86,10 +86,7 @@ class QuantizedFolder:
 
     def modules(self, weight_map: WeightMap) -> Iterator[str]:
         """Names of the linear modules of a model that the config calls quantized."""
-        for spec in weight_map.linears:
-            for name, _, _ in spec.modules():
-                if self.holds(name):
-                    yield name
+        return filter(self.holds, _module_names(weight_map))
 
     def as_stored(self, weight_map: WeightMap) -> WeightMap:
         """Without `packed` or `coded` where the files have what only a decoded weight can be: floating point after all,
@@ -103,6 +100,8 @@ class QuantizedFolder:
         self._any_rows = {spec.dest for spec in weight_map.linears if spec.row_cuts and spec.feeds in folded}
         with ThreadPoolExecutor(usable_cores()) as team:
             stored = fold_orders(replace(weight_map, linears=tuple(team.map(self._as_stored, weight_map.linears))))
+        places = {name: place for place, name in enumerate(_module_names(weight_map))}
+        self._later.sort(key=lambda look: places[look[0]])  # of several that are wrong the same one is named each time
         stored = replace(stored, linears=tuple(_without_orphan(spec, folded) for spec in stored.linears))
         packed = {spec.dest: spec.packed for spec in stored.linears if spec.packed is not None}
         self._folded = {dest for dest, facts in packed.items() if facts.order == "folded"}
@@ -294,3 +293,8 @@ class QuantizedFolder:
         whole = unpack_module(self._tensors, self._config, module.name)
         assert isinstance(whole, GroupedInt)
         return part_of_groups(whole, module.rows, module.columns)
+
+
+def _module_names(weight_map: WeightMap) -> Iterator[str]:
+    """Of all linear modules, in order."""
+    return (name for spec in weight_map.linears for name, _, _ in spec.modules())

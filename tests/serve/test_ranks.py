@@ -261,7 +261,8 @@ def test_dst_10_a_rank_that_never_comes(model: Path) -> None:
     assert until(lambda: len(family(server)) == 4, 10)
     processes = family(server)
     assert until(lambda: "Timeout" in "".join(server.lines), 20)
-    processes[-1].kill()  # the one that sleeps
+    with contextlib.suppress(psutil.NoSuchProcess):  # the launcher may have been quicker
+        processes[-1].kill()  # the one that sleeps
     assert server.wait(10) != 0
     assert "all of its 2 ranks must come within 5 s" in "".join(server.lines)
     for path in set(Path("/dev/shm").glob("mpich_*")) - before:

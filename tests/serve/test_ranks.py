@@ -158,7 +158,7 @@ def test_dst_02_one_rank_fails_in_a_step(model: Path, fault: str, says: str) -> 
     log = "".join(server.lines)
     assert says in log or (fault == "death" and "is gone" in log)
     assert ("Traceback" in log) == (fault != "death")
-    assert "in step " in log
+    assert "in step " in log or (fault == "thread" and "idle after step " in log)  # which the thread may outlast
 
 
 def test_a_hang_is_named_with_its_step_and_collective(model: Path) -> None:

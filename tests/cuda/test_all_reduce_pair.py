@@ -64,6 +64,7 @@ PACKET_MUTANTS = mutants(
     ("own numbers are not those that were sent", "    mine = next;\n", ""),
     ("the residual is left out", "residual != nullptr ? sum[half * 8 + i] + old[i] :", "false ? 0.0f :"),
 )
+CHANCES = 12
 QUICK = 3  # of the mutants, from the first on, are tried in every run
 
 
@@ -77,7 +78,8 @@ def few_packets() -> list[Case]:
 
 @pytest.mark.parametrize("mutant", some_slow(MUTANTS, QUICK), ids=str)
 def test_a_planted_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
-    assert isolated(finding, few_cases(), copy_with(mutant, tmp_path)), "all cases pass"
+    """A fault that shows when one rank is a call ahead of the other has more than one chance to show."""
+    assert isolated(finding, CHANCES * few_cases(), copy_with(mutant, tmp_path)), "all cases pass"
 
 
 @pytest.mark.parametrize("mutant", some_slow(PACKET_MUTANTS, QUICK), ids=str)

@@ -1,7 +1,7 @@
 """Sums of ranks by the GPUs' copy engines: through the host's window, without a multiprocessor until all is there.
 
-A kernel that waits takes multiprocessors from the products beside it, and finds none while a large product runs; a copy
-needs none, and is quicker for large arrays. Streams wait for words in the window by operations of the GPU's front end.
+A kernel that waits takes multiprocessors from the products beside it, and finds none while a large product has them
+all; a copy needs none. Streams wait for words in the window by operations of the GPU's front end.
 """
 
 from __future__ import annotations

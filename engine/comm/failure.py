@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -105,7 +106,8 @@ class Watch:
             timer.cancel()
 
     def _give_up(self, seconds: float, what: str) -> NoReturn:
-        faulthandler.dump_traceback(STDERR)
+        faulthandler.dump_traceback(STDERR)  # of more than 100 threads it leaves the oldest out, and so the main one
+        traceback.print_stack(sys._current_frames()[threading.main_thread().ident or 0])
         self.fail(f"{what} took longer than {seconds:.0f} s; where it waits is above")
 
     def fail(self, reason: str) -> NoReturn:

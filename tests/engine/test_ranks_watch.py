@@ -235,7 +235,7 @@ def test_what_takes_too_long_ends_all_and_what_does_not_goes_on(
         ]
     written = capfd.readouterr().err
     assert "in _give_up" in written
-    assert "test_what_takes_too_long" in written or "\n...\n" in written, "of 100 threads the oldest are left out"
+    assert "in test_what_takes_too_long" in written
     with job(0, 2, monkeypatch) as ranks:
         before = set(threading.enumerate())
         with ranks.watch.within(60.0, "joining"):

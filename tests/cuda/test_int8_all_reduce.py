@@ -34,7 +34,7 @@ MUTANTS = (
         (
             "the owner keeps what it did not send",
             "    finish(rank, bundle, part);",
-            "    part.codes[0].scale += 128;\n    finish(rank, bundle, part);",
+            "    Part kept = part;\n    kept.codes[0].scale += 128;\n    finish(rank, bundle, kept);",
         ),
         (
             "one bundle a warp",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import importlib
-import importlib.util
 import logging
 import os
 import time
@@ -14,7 +12,8 @@ from dataclasses import dataclass
 from engine.about import about
 from engine.admission import Limits
 from engine.api import ModelInfo
-from engine.backends.backend import ALONE, Backend, Place
+from engine.backends.backend import Backend, Place
+from engine.backends.choose import make_backend
 from engine.blocks import BlockManager
 from engine.checked_forward import CheckedForward
 from engine.checkpoint.loader import load_model_config
@@ -26,7 +25,7 @@ from engine.comm.numbered import Numbered
 from engine.comm.plan_channel import Publisher, Receiver, largest_message, open_channel
 from engine.comm.ranks import Ranks, join_ranks
 from engine.config import EngineConfig, ModelConfig, ParallelConfig, StepLimits
-from engine.errors import ConfigError, GlintError, KernelError
+from engine.errors import ConfigError, GlintError
 from engine.faults import Faults
 from engine.follow import follow
 from engine.forward import Forward
@@ -43,7 +42,6 @@ from engine.sampler import Sampler
 from engine.scheduler import Scheduler
 from engine.split import rank_config, rank_weights
 from engine.swap import swap_bytes
-from engine.system import has_nvidia_driver
 
 logger = logging.getLogger(__name__)
 
@@ -236,50 +234,6 @@ def _check_kv_cache_dtype(config: EngineConfig, model_config: ModelConfig) -> No
                 f"--kv-cache-dtype {config.kv_cache_dtype}: the cache of a model with {name} has the type of "
                 "activations; leave it out or use auto"
             )
-
-
-def make_backend(config: EngineConfig, model_config: ModelConfig, place: Place = ALONE) -> Backend:
-    """The machine that is asked for; a GPU, if there is one that can run the model, where nothing is said.
-
-    Raises:
-        ConfigError: that machine is not here, or cannot run the model.
-    """
-    name, why = config.device, ""
-    if name == "auto":
-        name = "cuda" if has_nvidia_driver() and config.dtype != "float32" else "cpu"
-        why = _no_gpu(model_config) if name == "cuda" else ""
-        if why:
-            logger.warning("there is an NVIDIA GPU here, but this model runs on the CPU: %s", why)
-            name = "cpu"
-    elif name == "cuda":
-        why = _no_gpu(model_config) if has_nvidia_driver() else "no NVIDIA driver is loaded on this machine"
-        if why:
-            raise ConfigError(f"--device cuda: {why}; use --device cpu, or auto")
-    try:
-        return _named_backend(name, config, model_config, place)
-    except (ImportError, KernelError) as error:  # a library that is not there, a GPU that is too old
-        if config.device != "auto" or name == "cpu":
-            raise ConfigError(f"--device {name}: {error}; use --device cpu") from error
-        logger.warning("there is an NVIDIA GPU here, but this model runs on the CPU: %s", error)
-        return _named_backend("cpu", config, model_config, place)
-
-
-def _named_backend(name: str, config: EngineConfig, model_config: ModelConfig, place: Place) -> Backend:
-    """By name, so that a machine without a GPU never imports what needs one."""
-    backend: Backend = importlib.import_module(f"engine.backends.{name}").make_backend(config, model_config, place)
-    return backend
-
-
-def _no_gpu(model_config: ModelConfig) -> str:
-    """Why a GPU cannot run the model, or "" if it can."""
-    if importlib.util.find_spec("cupy") is None or importlib.util.find_spec("cuda") is None:
-        return "the packages for it are not installed (pip install 'glint-llm[cuda13]', or cuda12)"
-    lacks = {
-        "latent attention": model_config.mla is not None,
-        "mixture of experts": model_config.moe is not None,
-        "prompts read both ways": model_config.prefix_lm is not None,
-    }
-    return ", ".join(f"there are no kernels for {name} yet" for name, has in lacks.items() if has)
 
 
 def _assemble(

@@ -23,7 +23,7 @@ OFFLINE = "GLINT_OFFLINE"
 def _no_gpu() -> Iterator[None]:
     """Engines of tests compute on the CPU, also on a machine with a GPU: what they must give is known to 1e-4."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.build.has_nvidia_driver", lambda: False)
+        patch.setattr("engine.backends.choose.has_nvidia_driver", lambda: False)
         yield
 
 

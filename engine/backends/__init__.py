@@ -1,1 +1,1 @@
-"""The kinds of machine that an engine is built for. engine.build picks one by name and imports no other."""
+"""The kinds of machine that an engine is built for. engine.backends.choose picks one by name and imports no other."""

@@ -127,7 +127,7 @@ def test_small_weights_are_said(is_small: bool, said: str, monkeypatch: pytest.M
 
 
 def test_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.build.has_nvidia_driver", lambda: False)
+    monkeypatch.setattr("engine.backends.choose.has_nvidia_driver", lambda: False)
     assert main(["offline", "--model-shape", "llama-3.1-8b"]) == 1
     assert "no NVIDIA driver" in capsys.readouterr().err
     with pytest.raises(SystemExit):

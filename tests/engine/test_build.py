@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from conformance.golden_models import rand_model
-from engine import build
+from engine.backends import choose
 from engine.backends.backend import Place
-from engine.build import build_engine, make_backend
+from engine.backends.choose import make_backend
+from engine.build import build_engine
 from engine.checkpoint.loader import load_model_config
 from engine.checkpoint.source import resolve
 from engine.config import EngineConfig, ModelConfig, StepLimits
@@ -23,14 +24,14 @@ def model_config(tmp_path: Path) -> ModelConfig:
 
 
 def test_a_gpu_that_is_not_there_is_refused(model_config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "has_nvidia_driver", lambda: False)
+    monkeypatch.setattr(choose, "has_nvidia_driver", lambda: False)
     with pytest.raises(ConfigError, match=r"--device cuda: no NVIDIA driver .*use --device cpu"):
         make_backend(EngineConfig(device="cuda"), model_config)
 
 
 def test_packages_that_are_not_there_are_named(model_config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "has_nvidia_driver", lambda: True)
-    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(choose, "has_nvidia_driver", lambda: True)
+    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'glint-llm\[cuda13\]'"):
         make_backend(EngineConfig(device="cuda"), model_config)
     assert "cpu" in make_backend(EngineConfig(), model_config).description  # auto: it still runs
@@ -41,16 +42,16 @@ def test_a_gpu_that_does_not_start(
     error: Exception, model_config: ModelConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """auto: a warning, and the CPU; cuda: refused with what was found."""
-    named = build._named_backend
+    named = choose._named_backend
 
     def starts_only_a_cpu(name: str, config: EngineConfig, model: ModelConfig, place: Place) -> Any:
         if name == "cuda":
             raise error
         return named(name, config, model, place)
 
-    monkeypatch.setattr(build, "has_nvidia_driver", lambda: True)
-    monkeypatch.setattr(build, "_no_gpu", lambda model: "")
-    monkeypatch.setattr(build, "_named_backend", starts_only_a_cpu)
+    monkeypatch.setattr(choose, "has_nvidia_driver", lambda: True)
+    monkeypatch.setattr(choose, "_no_gpu", lambda model: "")
+    monkeypatch.setattr(choose, "_named_backend", starts_only_a_cpu)
     assert "cpu" in make_backend(EngineConfig(), model_config).description
     assert str(error) in caplog.text
     with pytest.raises(ConfigError, match=f"--device cuda: {error}; use --device cpu"):

@@ -1,12 +1,9 @@
-"""python -m conformance.bench without a GPU: counts, limits and verdicts by hand, rows on the CPU's op table."""
+"""python -m conformance.bench without a GPU: counts by hand, rows on the CPU's op table."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,14 +25,7 @@ from conformance.bench import (
 )
 from conformance.bench.measure import kernels_of_rows, measure, num_calls, num_passes
 from conformance.bench.place import Place
-from conformance.bench.readme import ROOT, engine_table, foreign_table, kernel_table, tables, with_tables
-from conformance.bench.readme import lines as table_lines
-from conformance.bench.row import Goal, Rates, Row, Work, limit_of
-from conformance.bench.table import Figure
-from conformance.machines import MachineMissing
-from conformance.report import result_lines
-from engine.errors import KernelError
-from engine.kernels.device import Instance
+from conformance.bench.row import Rates, Row, Work
 from engine.kernels.notes import Notes
 from engine.ops import OpTable, cpu_ops
 from engine.weights import ActivationKind, LinearWeight
@@ -131,49 +121,6 @@ def test_names_are_unique_and_every_kernel_op_is_there() -> None:
     names = [(row.op, row.name) for row in ROWS]
     assert len(set(names)) == len(names)
     assert {row.op for row in ROWS} == {row.op for row in SMALL}
-
-
-def test_limit() -> None:
-    """Of reading, of copying where more than a tenth is written, of computing: whichever takes longest."""
-    assert limit_of(Work(4_000_000, 0), RATES) == 1.0
-    assert limit_of(Work(4_000_000, 400_000), RATES) == pytest.approx(1.1)
-    assert limit_of(Work(4_000_000, 4_000_000), RATES) == 4.0
-    assert limit_of(Work(4_000_000, 0, 10**9), RATES) == 2.0
-    assert limit_of(Work(2_000_000, 0, 10**9, pace=2.0), RATES) == 1.0
-
-
-def test_goals() -> None:
-    work = Work(0, 0, 900_000_000)
-    assert Goal(share=0.8).reached_at(work, 4.0) == 5.0
-    assert Goal(tflops=450).reached_at(work, 4.0) == 2.0
-    assert Goal(microseconds=60).reached_at(work, 4.0) == 60.0
-    assert list(map(str, (Goal(share=0.85), Goal(tflops=450), Goal(microseconds=60)))) == ["85%", "450 TF", "60 µs"]
-
-
-@pytest.mark.parametrize(
-    ("time", "changes", "verdict"),
-    [
-        (10.0, {}, "met"),
-        (10.1, {}, "short"),
-        (10.1, {"goal": None}, ""),
-        (12.2, {}, "short"),  # what two runs of the same differ by
-        (12.3, {}, "BEHIND"),
-        (9.0, {"others": {"cuBLAS": 8.0}}, "BEHIND"),
-        (9.0, {"peer": "", "others": {"cuBLAS": 8.0}}, "met"),
-        (12.3, {"peer_tflops": 0.0}, "short"),
-        (9.0, {"problem": "y is wrong"}, "WRONG"),
-    ],
-)
-def test_verdicts(time: float, changes: dict[str, Any], verdict: str) -> None:
-    """A goal of 80 % of 8 µs, and a peer that is known to do 1.2 GFLOP at 100 TFLOP/s: 12 µs."""
-    figure = Figure(
-        **{
-            **{"op": "linear", "name": "n", "microseconds": time, "work": Work(32, 0, 1_200_000_000), "limit": 8.0},
-            **{"goal": Goal(share=0.8), "peer": "cuBLAS", "peer_tflops": 100.0, **changes},
-        }
-    )
-    assert figure.verdict == verdict
-    assert table.status([figure]) == (verdict in ("WRONG", "BEHIND"))
 
 
 def test_buffers_are_more_than_a_cache_holds() -> None:
@@ -301,173 +248,3 @@ def test_kernels_are_known_before_the_first_launch() -> None:
     assert {"attention_decode", "attention_prefill", "attention_prefill_sm90", "linear", "rmsnorm", "rope"} <= stems
     portable = [row for row in ROWS if row.portable]
     assert {kernel.stem for kernel in kernels_of_rows(portable, places)} == {"attention_prefill"}
-
-
-def test_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def missing() -> None:
-        raise MachineMissing("looked for an NVIDIA GPU, and found none")
-
-    monkeypatch.setattr(command, "find_cupy", missing)
-    assert command.main([]) == 2
-    assert capsys.readouterr().err == "python -m conformance.bench: looked for an NVIDIA GPU, and found none\n"
-
-
-def test_no_such_row(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--op", "rmsnorm", "--filter", "tokens=7"]) == 2
-    assert "no row has --op rmsnorm" in capsys.readouterr().err
-    assert command.main(["--op", "rmsnorm", "--filter", "tokens=64", "--list"]) == 0
-    assert capsys.readouterr().out == "rmsnorm tokens=64\n"
-
-
-@pytest.fixture
-def silent_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that launches nothing, so that its answers are zeros."""
-
-    class Gpu(Notes):
-        arch = "sm_90"
-
-        def __init__(self, cache: Path, arch: str | None) -> None:
-            super().__init__()
-            self.arch = arch or self.arch
-
-        def prepare(self, kernels: Sequence[Instance]) -> None:
-            pass
-
-    pool = SimpleNamespace(free_all_blocks=lambda: None)
-    cupy = SimpleNamespace(get_default_memory_pool=lambda: pool)
-    about = {"gpu": "NVIDIA H200", "driver": "580.1", "cuda": "runtime 13000, NVRTC 13.0", "cupy": "14.2.0"}
-    modules = SimpleNamespace(import_module=lambda name: SimpleNamespace(Gpu=Gpu))
-    monkeypatch.setattr(command, "find_cupy", lambda: cupy)
-    monkeypatch.setattr(command, "about_gpu", lambda cupy, compiler: about)
-    monkeypatch.setattr(command, "GraphTimer", lambda cupy: nullcontext(Clock()))
-    monkeypatch.setattr(command, "importlib", modules)
-    monkeypatch.setattr(command, "all_rows", lambda: [row_named("rmsnorm", "tokens=1"), SMALL[2]])
-
-
-@pytest.mark.usefixtures("silent_gpu")
-def test_a_kernel_that_is_refused_is_a_failure_of_its_row_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refused(row: Row, *args: Any) -> Figure:
-        if row.op == "rmsnorm":
-            raise KernelError("rmsnorm: invalid argument")
-        return measure(row, *args)
-
-    monkeypatch.setattr(command, "measure", refused)
-    file = tmp_path / "bench.json"
-    assert command.main(["--json", str(file)]) == 1
-    assert "    raised KernelError: rmsnorm: invalid argument\n" in capsys.readouterr().out
-    first, second = json.loads(file.read_text("utf-8"))["rows"]
-    assert (first["us"], first["verdict"], second["us"]) == (None, "WRONG", 1.0)
-
-
-@pytest.mark.usefixtures("silent_gpu")
-def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "bench.json"
-    assert command.main(["--json", str(file), "--arch", "sm_86"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "NVIDIA H200, driver 580.1, runtime 13000, NVRTC 13.0, kernels for sm_86"
-    assert "read 4.00 TB/s, copy 2.00 TB/s, cuBLAS 500 TFLOP/s" in lines[1]
-    assert lines[3].split()[:4] == ["rmsnorm", "tokens=1", "1.00", "0.01"]
-    assert "WRONG" in lines[3]
-    assert lines[-1] == "2 rows: 0 met their goal, 0 short of it, 0 behind the peer, 2 wrong"
-    report = json.loads(file.read_text("utf-8"))
-    assert (report["gpu"], report["arch"], report["limits"]["read_tb_per_s"]) == ("NVIDIA H200", "sm_86", 4.0)
-    assert report["date"]
-    assert all(len(digest) == 64 for digest in report["kernels"].values())
-    assert report["kernels"].keys() == {"rmsnorm", "linear"}
-    assert report["rows"][0] == {
-        **{"op": "rmsnorm", "case": "tokens=1", "us": 1.0, "bytes": 24576, "flops": 0, "limit_us": 24576 / 2e6},
-        **{"share": 24576 / 2e6, "goal": None, "goal_us": None, "peer": None, "peer_us": None, "others_us": {}},
-        **{"verdict": "WRONG", "launched": "rmsnorm<bf16, 1>"},
-        **{name: report["rows"][0][name] for name in ("error", "tolerance")},
-    }
-
-
-def test_a_line() -> None:
-    figure = Figure(
-        **{"op": "linear", "name": "qkv", "microseconds": 10.0, "work": Work(32_000_000, 0, 10**6), "limit": 8.0},
-        **{"goal": Goal(share=0.8), "peer": "cuBLAS", "others": {"cuBLAS": 12.0, "torch": 13.0}},
-        kernels=(Instance("linear", "linear_skinny<bf16>"), None),
-    )
-    assert table.line(figure).split() == [
-        *("linear", "qkv", "10.00", "8.00", "80%", "3.20", "TB/s", "80%", "12.00", "met", "torch", "13.00"),
-        *("linear_skinny<bf16>", "+", "cuBLAS"),
-    ]
-    assert replace(figure, work=Work(10**6, 0, 4 * 10**9)).rate == "400 TF/s"
-
-
-def stored(arch: str, verdict: str) -> dict[str, Any]:
-    row = {"op": "linear", "us": 10.0, "limit_us": 8.0, "share": 0.8, "flops": 0, "goal": "85%", "verdict": verdict}
-    cases = [f"qkv-6144x4096-tokens={count}" for count in (1, 2)]
-    return {
-        **{"gpu": "NVIDIA H200", "driver": "580.1", "cuda": "runtime 13000, NVRTC 13.0", "cupy": "14.2.0"},
-        **{"date": "2026-01-02T03:04:05+00:00", "arch": arch},
-        "limits": {"read_tb_per_s": 4.0, "copy_tb_per_s": 2.0, "cublas_tflop_per_s": 500.0},
-        "rows": [{**row, "case": case, "peer": "cuBLAS", "peer_us": 16.0} for case in cases],
-    }
-
-
-def test_table_of_kernels() -> None:
-    lines = kernel_table([stored("sm_90", "short"), stored("sm_80", "")], table_lines())
-    assert lines[2] == "| what | sm_90 | sm_80 | peer | goal |"
-    linear = next(line for line in lines if "6144" in line)
-    assert linear.endswith("| 80 / 80 | 80 / 80 | cuBLAS 50 / 50 | 85%; short: 1, 2 |")
-
-
-def test_table_of_the_engine() -> None:
-    """Figures of an older arch stand beside those of the GPU's own; what is not known is left empty."""
-    known = {"limit": 11.0, "goal": 14.0, "peer": 14.7, "tflops": 600.0, "share": 0.8}
-    figures = [
-        {"name": "cold start", "value": 31.0, "limit": None, "goal": 60.0, "peer": None, "verdict": "met"},
-        {"name": "prefill 512", "value": 14.12345, "verdict": "ahead of the peer", **known},
-    ]
-    older = {"sm_86": {"figures": [{"name": "prefill 512", "value": 20.0}]}}
-    assert engine_table({"figures": figures}, older) == [
-        "| what | Glint | as sm_86 | TFLOP/s | vLLM | limit | share | goal | |",
-        "|---|---|---|---|---|---|---|---|---|",
-        "| cold start, s | 31 | – |  |  |  |  | 60 | met |",
-        "| prefill 512 tokens, ms | 14.12 | 20 | 600 | 14.7 | 11 | 80% | 14 | ahead of the peer |",
-    ]
-
-
-def test_table_of_others() -> None:
-    failed = [{"stem": "layernorm", "case": "odd", "status": "FAIL", "error": 1.0, "tolerance": 0.1}]
-    runs = [{"op": "layernorm", "impl": "a:layernorm", "what": "by running means", "passed": 3, "failed": failed}]
-    lines = foreign_table({"gpu": "a GPU", "versions": {"torch": "2.11"}, "date": "2026-01-02T03", "runs": runs})
-    assert lines[0] == "a GPU, torch 2.11, 2026-01-02:"
-    assert lines[-1] == "| `--op layernorm --impl a:layernorm` | 3 | odd | by running means |"
-
-
-def test_stored_runs_are_listed(tmp_path: Path) -> None:
-    """python -m conformance --results: the benchmark by its verdicts, with the kernels that changed since."""
-    bench = {**stored("sm_90", "short"), "kernels": {"rmsnorm": "0" * 64}}
-    runs = [{"op": "rmsnorm", "impl": "a:b", "passed": 3, "failed": [{"case": "odd"}]}]
-    (tmp_path / "bench.json").write_text(json.dumps(bench))
-    (tmp_path / "foreign.json").write_text(json.dumps({"gpu": "a GPU", "date": "2026", "runs": runs}))
-    assert result_lines(tmp_path) == [
-        "bench.json: NVIDIA H200, 2026-01-02T03:04:05+00:00, 0 met, 2 short, 0 BEHIND, 0 WRONG; changed since: rmsnorm",
-        "foreign.json: a GPU, 2026, 3 passed, 1 failed",
-    ]
-
-
-def test_tables_go_to_their_places() -> None:
-    text = "a\n<!-- x -->\nold\n<!-- /x -->\nb\n"
-    assert with_tables(text, {"x": ["new", "lines"]}) == "a\n<!-- x -->\nnew\nlines\n<!-- /x -->\nb\n"
-    with pytest.raises(ValueError, match="<!-- y -->"):
-        with_tables(text, {"y": []})
-
-
-def test_readme_says_what_the_stored_runs_say() -> None:
-    """python -m conformance.bench --readme README.md makes it so."""
-    text = (ROOT / "README.md").read_text("utf-8")
-    assert with_tables(text, tables()) == text
-
-
-def test_files_that_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Found before anything is timed, and without a GPU."""
-    for name, reason in (("--json", "it cannot be written: No such file or directory"), ("--readme", "no such file")):
-        assert command.main([name, str(tmp_path / "none" / "file")]) == 2
-        captured = capsys.readouterr()
-        assert (captured.out, captured.err.count("\n")) == ("", 1)
-        assert reason in captured.err

@@ -11,8 +11,9 @@ import numpy as np
 
 from engine.errors import KernelError
 from engine.kernels.channel import Channel, packets
-from engine.kernels.check import ceil_div, require, require_aligned, require_contiguous, type_name, width
+from engine.kernels.check import ceil_div, require, type_name, width
 from engine.kernels.device import Device, Instance
+from engine.kernels.partials import require_partial
 
 Array = Any
 
@@ -27,9 +28,7 @@ def all_reduce(x: Array, channel: Channel, residual: Array | None = None, *, dev
     Raises:
         KernelError: x that is longer than a slot of the channel.
     """
-    kind = _check("all_reduce", x, channel)
-    if residual is not None:
-        _check_residual("all_reduce", x, residual)
+    kind = _check("all_reduce", x, residual, channel)
     y = device.empty(x.shape, x.dtype) if residual is None else residual
     if x.size:
         threads, blocks = shape(packets(int(x.nbytes)), channel)
@@ -53,8 +52,7 @@ def all_reduce_add_rmsnorm(
         KernelError: as all_reduce; rows that can_fuse does not take.
     """
     name = "all_reduce_add_rmsnorm"
-    kind = _check(name, x, channel, whole_rows=True)
-    _check_residual(name, x, residual)
+    kind = _check(name, x, residual, channel, whole_rows=True)
     require(name, "weight", weight, (x.shape[1],), x.dtype)
     if not can_fuse(x):
         raise KernelError(f"{name}: rows of {x.shape[1]}; see can_fuse")
@@ -79,17 +77,9 @@ def shape(num_packets: int, channel: Channel) -> tuple[int, int]:
     return threads, blocks
 
 
-def _check(kernel: str, x: Array, channel: Channel, whole_rows: bool = False) -> str:
-    require(kernel, "x", x, (None, None))
-    require_contiguous(kernel, "x", x)
-    require_aligned(kernel, "x", x.reshape(-1))
+def _check(kernel: str, x: Array, residual: Array | None, channel: Channel, whole_rows: bool = False) -> str:
+    require_partial(kernel, x, residual)
     needed = x.shape[0] * packets(x.shape[1] * int(x.itemsize)) if whole_rows else packets(int(x.nbytes))
     if needed > channel.capacity:
         raise KernelError(f"{kernel}: {x.nbytes} bytes are {needed} packets; the channel takes {channel.capacity}")
     return type_name(kernel, "x", x)
-
-
-def _check_residual(kernel: str, x: Array, residual: Array) -> None:
-    require(kernel, "residual", residual, x.shape, x.dtype)
-    require_contiguous(kernel, "residual", residual)
-    require_aligned(kernel, "residual", residual.reshape(-1))

@@ -13,21 +13,12 @@ import numpy as np
 from engine.errors import KernelError
 from engine.kernels.carried import Carried, carried_arguments
 from engine.kernels.channel import Channel, Exchange
-from engine.kernels.check import (
-    ceil_div,
-    literal,
-    require,
-    require_aligned,
-    require_contiguous,
-    require_half,
-    type_name,
-    width,
-)
+from engine.kernels.check import ceil_div, literal, type_name, width
 from engine.kernels.device import Device, Instance
+from engine.kernels.partials import require_groups, require_partial
 
 Array = Any
 
-GROUP = 32  # numbers
 MAX_WARPS = 16  # of a block
 ROUNDS, LANES = 4, 32  # of a bundle in a chunk
 BUNDLE_BYTES, INT8_BUNDLE_BYTES = 2048, 2176  # of a warp in a slot
@@ -66,7 +57,7 @@ def int8_all_reduce_pair(
     """
     name = "int8_all_reduce_pair"
     _check(name, x, residual, exchange.world_size)
-    _check_groups(name, x)
+    require_groups(name, x)
     arguments = f"{type_name(name, 'x', x)}, {'kRotated' if rotate else 'kInt8'}"
     return _launch(name, arguments, x, exchange, residual, carried, (ROUNDS * LANES * 16, INT8_BUNDLE_BYTES), device)
 
@@ -87,7 +78,7 @@ def int8_packets(
     """
     name = "int8_all_reduce_pair"
     _check(name, x, residual, channel.world_size)
-    _check_groups(name, x)
+    require_groups(name, x)
     bundles = ceil_div(int(x.size), PACKET_NUMBERS)
     if bundles * BUNDLE_PACKETS > channel.capacity:
         raise KernelError(f"{name}: {x.nbytes} bytes do not fit in {channel.capacity} packets")
@@ -137,15 +128,4 @@ def grid(bundles: int, bundle_bytes: int, exchange: Exchange) -> tuple[int, int]
 def _check(name: str, x: Array, residual: Array | None, world_size: int) -> None:
     if world_size != 2:
         raise KernelError(f"{name}: {world_size} ranks; it is for two")
-    require(name, "x", x, (None, None))
-    for what, array in (("x", x), ("residual", residual)):
-        if array is not None:
-            require(name, what, array, x.shape, x.dtype)
-            require_contiguous(name, what, array)
-            require_aligned(name, what, array.reshape(-1))
-
-
-def _check_groups(name: str, x: Array) -> None:
-    require_half(name, "x", x)
-    if x.shape[1] % GROUP:
-        raise KernelError(f"{name}: rows of {x.shape[1]} are no whole groups of {GROUP}")
+    require_partial(name, x, residual)

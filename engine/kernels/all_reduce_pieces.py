@@ -10,24 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from engine.errors import KernelError
 from engine.kernels.carried import Carried, carried_arguments
 from engine.kernels.channel import Exchange
-from engine.kernels.check import (
-    ceil_div,
-    require,
-    require_aligned,
-    require_contiguous,
-    require_half,
-    type_name,
-    width,
-)
+from engine.kernels.check import ceil_div, type_name, width
 from engine.kernels.device import Device, Instance
+from engine.kernels.partials import GROUP, GROUP_BYTES, require_groups, require_partial
 
 Array = Any
 
 THREADS = 512
-GROUP, GROUP_BYTES = 32, 34
 LEAST_CHUNK = 128  # pieces of 16 bytes: less is not worth a flag
 CHUNKS = 4  # of a block, so that one is on its way out while another comes in
 
@@ -35,7 +26,7 @@ CHUNKS = 4  # of a block, so that one is on its way out while another comes in
 def all_reduce_pieces(x: Array, exchange: Exchange, residual: Array | None = None, *, device: Device) -> Array:
     """The sum of the ranks' x [num_tokens, hidden_size] in their order, rounded; plus residual of the same shape and
     type, rounded, which the answer is then written over; on every rank the same bits."""
-    _check("all_reduce_pieces", x, residual)
+    require_partial("all_reduce_pieces", x, residual)
     kind = type_name("all_reduce_pieces", "x", x)
     return _launch(f"{kind}, {exchange.world_size}, kPlain", x, exchange, residual, None, (width(x), 16), device)
 
@@ -55,10 +46,8 @@ def int8_all_reduce(
     Raises:
         KernelError: x is float32, or its rows are no whole groups.
     """
-    _check("int8_all_reduce", x, residual)
-    require_half("int8_all_reduce", "x", x)
-    if x.shape[1] % GROUP:
-        raise KernelError(f"int8_all_reduce: rows of {x.shape[1]} are no whole groups of {GROUP}")
+    require_partial("int8_all_reduce", x, residual)
+    require_groups("int8_all_reduce", x)
     kind = type_name("int8_all_reduce", "x", x)
     wire = "kRotated" if rotate else "kInt8"
     unit = GROUP, GROUP_BYTES
@@ -97,13 +86,3 @@ def chunks(slice_units: int, unit_pieces: int, unit_bytes: int, exchange: Exchan
     blocks = min(slots.num_lanes, ceil_div(slice_units, least))
     chunk = min(most, max(least, 8 * ceil_div(ceil_div(slice_units, blocks * CHUNKS), 8)))
     return chunk, blocks
-
-
-def _check(kernel: str, x: Array, residual: Array | None) -> None:
-    require(kernel, "x", x, (None, None))
-    require_contiguous(kernel, "x", x)
-    require_aligned(kernel, "x", x.reshape(-1))
-    if residual is not None:
-        require(kernel, "residual", residual, x.shape, x.dtype)
-        require_contiguous(kernel, "residual", residual)
-        require_aligned(kernel, "residual", residual.reshape(-1))

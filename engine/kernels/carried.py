@@ -8,7 +8,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from engine.kernels.check import require, require_aligned, require_contiguous
+from engine.kernels.check import require
+from engine.kernels.partials import require_whole
 
 Array = Any
 
@@ -33,6 +34,5 @@ def carried_arguments(kernel: str, x: Array, carried: Carried | None) -> tuple[A
     if carried is None:
         return None, np.int32(0)
     require(kernel, "carried", carried.errors, x.shape, CARRIED)
-    require_contiguous(kernel, "carried", carried.errors)
-    require_aligned(kernel, "carried", carried.errors.reshape(-1))
+    require_whole(kernel, "carried", carried.errors)
     return carried.errors, np.int32(not carried.is_new)

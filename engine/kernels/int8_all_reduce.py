@@ -13,20 +13,12 @@ import numpy as np
 from engine.errors import KernelError
 from engine.kernels.carried import Carried, carried_arguments
 from engine.kernels.channel import Channel
-from engine.kernels.check import (
-    ceil_div,
-    literal,
-    require,
-    require_aligned,
-    require_contiguous,
-    require_half,
-    type_name,
-)
+from engine.kernels.check import ceil_div, literal, require_half, type_name
 from engine.kernels.device import Device, Instance
+from engine.kernels.partials import GROUP, require_partial
 
 Array = Any
 
-GROUP = 32
 BUNDLE, BUNDLE_PACKETS = 24, 72  # groups that a warp has at once, and what they travel in
 MAX_THREADS = 512
 
@@ -47,11 +39,7 @@ def int8_all_reduce(
         KernelError: x is float32, or can_send says no.
     """
     name = "int8_all_reduce"
-    for what, array in (("x", x), ("residual", residual)):
-        if array is not None:
-            require(name, what, array, x.shape, x.dtype)
-            require_contiguous(name, what, array)
-            require_aligned(name, what, array.reshape(-1))
+    require_partial(name, x, residual)
     require_half(name, "x", x)
     if not can_send(x, channel):
         raise KernelError(

@@ -8,20 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from engine.errors import KernelError
 from engine.kernels.carried import Carried, carried_arguments
 from engine.kernels.check import (
     ceil_div,
     literal,
     require,
     require_aligned,
-    require_contiguous,
-    require_half,
     type_name,
 )
 from engine.kernels.device import Array, Device, Instance
+from engine.kernels.partials import GROUP, GROUP_BYTES, require_groups, require_partial
 
-GROUP, GROUP_BYTES = 32, 34
 THREADS, BLOCKS_AN_SM, PIECE = 256, 8, 8  # numbers of a thread at a time
 
 
@@ -39,7 +36,8 @@ def quantize_codes(
         KernelError: x is float32, its rows are no whole groups, or codes or carried do not belong to it.
     """
     kernel = "quantize_codes"
-    _check(kernel, {"x": x}, x)
+    require_partial(kernel, x, None)
+    require_groups(kernel, x)
     require(kernel, "codes", codes, (codes_bytes(int(x.size)),), np.uint8)
     require_aligned(kernel, "codes", codes)
     arguments = (x, *carried_arguments(kernel, x, carried), codes, np.int64(x.size))
@@ -67,7 +65,8 @@ def sum_codes(
         KernelError: as of quantize_codes.
     """
     kernel = "sum_codes"
-    _check(kernel, {"x": x} if residual is None else {"x": x, "residual": residual}, x)
+    require_partial(kernel, x, residual)
+    require_groups(kernel, x)
     for name, array, shape in (("mine", mine, ()), ("others", others, (None,))):
         require(kernel, name, array, (*shape, codes_bytes(int(x.size))), np.uint8)
         require_aligned(kernel, name, array)
@@ -76,16 +75,6 @@ def sum_codes(
     stride = np.int64(others.strides[0])
     _launch(entry, x, (mine, others, residual, y, np.int64(x.size), stride, np.int32(rank)), device)
     return y
-
-
-def _check(kernel: str, arrays: dict[str, Array], x: Array) -> None:
-    for name, array in arrays.items():
-        require(kernel, name, array, (None, None) if array is x else x.shape, x.dtype)
-        require_contiguous(kernel, name, array)
-        require_aligned(kernel, name, array.reshape(-1))
-    require_half(kernel, "x", x)
-    if x.shape[1] % GROUP:
-        raise KernelError(f"{kernel}: rows of {x.shape[1]} are no whole groups of {GROUP}")
 
 
 def _launch(entry: str, x: Array, arguments: tuple[Any, ...], device: Device) -> None:

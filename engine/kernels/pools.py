@@ -9,10 +9,15 @@ it is counted and reported.
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import cupy
+import numpy as np
 
+from engine.errors import ConfigError
 from engine.memory_plan import STEP, Buffer
 
 logger = logging.getLogger(__name__)
@@ -96,3 +101,23 @@ def _pinned_pieces() -> list[tuple[int, int]]:
         sizes.append((size, NUM_LARGER))
         size *= 2
     return sizes
+
+
+def pinned_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> cupy.ndarray:
+    """In pinned memory of the host, at an address that is the GPU's too."""
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    pinned = cupy.cuda.allocpinned_memory(max(num_bytes, 1))
+    memory = cupy.cuda.UnownedMemory(pinned.ptr, num_bytes, pinned)
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+
+@contextmanager
+def room_for(what: str, advice: str) -> Iterator[None]:
+    """Says what the GPU had no room for."""
+    free, total = cupy.cuda.Device().mem_info
+    try:
+        yield
+    except cupy.cuda.memory.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the GPU has no room for {what}: {free / 1e6:,.0f} of its {total / 1e6:,.0f} MB were free; {advice}"
+        ) from error

@@ -103,3 +103,21 @@ def build_batch(plan: StepPlan, block_size: int, rope_cos_sin: Array) -> Forward
         two_way_lens=plan.two_way_lens,
         num_decodes=plan.num_decodes,
     )
+
+
+def first_step(num_tokens: int, vocab_size: int) -> StepPlan:
+    """The first tokens of one sequence in slot 0 and block 0."""
+    one, zero = np.ones(1, np.int32), np.zeros(1, np.int32)
+    return StepPlan(
+        step=0,
+        slots=zero,
+        starts=zero,
+        cu_seqlens_q=np.array([0, num_tokens], np.int32),
+        token_ids=np.arange(num_tokens, dtype=np.int32) % vocab_size,
+        block_table=np.zeros((1, 1), np.int32),
+        num_logits=one,
+        samples=np.ones(1, np.bool_),
+        rope_lens=zero,
+        two_way_lens=zero,
+        num_decodes=int(num_tokens == 1),
+    )

@@ -6,12 +6,15 @@ Knows the GPU by numbers only.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.config import EngineConfig, StepLimits
 from engine.errors import ConfigError
-from engine.memory_plan import ALWAYS, KV_CACHE, WORKSPACE, Buffer, MemoryPlan
+from engine.memory_plan import ALWAYS, KV_CACHE, LOADING, WORKSPACE, Buffer, MemoryPlan
+from engine.packed4 import PACKED, PACKED_GATED
+from engine.weights import Weights
 
 DRIVER_PIECE = 2 << 20  # bytes; the driver gives out memory in multiples of this
 GRAPH_BYTES = 80 << 10  # of the driver's memory for a layer of a captured step; 74 KiB measured on an H200
@@ -142,3 +145,13 @@ def mismatch(plan: MemoryPlan, held: int) -> str:
         f"{held / MB:,.0f} MB of the GPU are in use and {planned / MB:,.0f} MB were planned: more than "
         f"{bound / MB:,.0f} MB apart; another program has come or gone, or the plan is wrong"
     )
+
+
+def words_as_stored(weights: Weights) -> tuple[Buffer, ...]:
+    """Room for the words of a layer's packed weights, of which one or two at a time are there as stored too."""
+    sizes: Counter[str] = Counter()
+    for dest, weight in weights.linears.items():
+        if weight.format in (PACKED, PACKED_GATED):
+            sizes[dest.rpartition(".")[0]] += sum(int(tensor.nbytes) for tensor in weight.tensors.values())
+    note = "at most, while it is put in order"
+    return (Buffer("a layer as stored", max(sizes.values()), LOADING, note=note),) if sizes else ()

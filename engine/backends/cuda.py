@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from engine.backends.backend import Place, Room
-from engine.batch import StepPlan
+from engine.batch import first_step
 from engine.checkpoint.loader import load_weights
 from engine.checkpoint.quantized import keep_packed
 from engine.checkpoint.source import ModelSource
@@ -27,7 +23,7 @@ from engine.comm.mpi_sums import MpiComm
 from engine.config import EngineConfig, ModelConfig, ParallelConfig, StepLimits
 from engine.errors import ConfigError, KernelError
 from engine.forward import Forward
-from engine.gpu_memory import GpuRoom, graph_buffer, mismatch, plan_gpu_memory
+from engine.gpu_memory import GpuRoom, graph_buffer, mismatch, plan_gpu_memory, words_as_stored
 from engine.halves import NEVER, Halving, first_that_pays
 from engine.kernels.carried import CARRIED
 from engine.kernels.dry_run import SAMPLINGS, run_dry
@@ -35,7 +31,7 @@ from engine.kernels.forward import GpuForward, graph_sizes, piece_sizes
 from engine.kernels.gpu import Gpu
 from engine.kernels.graphs import Recorder
 from engine.kernels.notes import Notes
-from engine.kernels.pools import Pools
+from engine.kernels.pools import Pools, pinned_array, room_for
 from engine.kernels.sampling import KernelSampling
 from engine.kernels.store import STAGING_BYTES, GpuStore
 from engine.kernels.table import kernel_ops
@@ -43,7 +39,6 @@ from engine.kv_cache import KVCache, KVSwap, make_kv_cache
 from engine.memory_plan import ALWAYS, LOADING, STEP, WEIGHTS, WORKSPACE, Buffer, MemoryPlan
 from engine.models.model import Model
 from engine.numa import bind_near
-from engine.packed4 import PACKED, PACKED_GATED
 from engine.rope_table import RopeTable
 from engine.runner import PROMPT_LOGPROB_ROWS, ModelRunner
 from engine.system import cache_dir
@@ -137,7 +132,7 @@ class CudaBackend:
         """The KV cache gets what the largest step, which is tried, and all else leave of the GPU."""
         pools, geometry = self._pools, model.config
         pools.trim()
-        with _room_for(f"a step of --max-num-batched-tokens {limits.max_num_batched_tokens}", "set that lower"):
+        with room_for(f"a step of --max-num-batched-tokens {limits.max_num_batched_tokens}", "set that lower"):
             one_block = self._make_cache(model, 1, config.block_size)
             forward = self._forward(limits, model, self._comm, one_block, num_positions)
             before = pools.num_bytes
@@ -158,7 +153,7 @@ class CudaBackend:
             graph_buffer(tried, limits, *sizes, len(geometry.layers), hidden_bytes),
             Buffer(WORKSPACE, tried, STEP, note="one piece, for the largest step as tried"),
             Buffer("staging of weights", STAGING_BYTES, LOADING, "host", "at most"),
-            *_words_as_stored(weights),
+            *words_as_stored(weights),
             *pools.buffers(),
         )
         del forward
@@ -188,7 +183,7 @@ class CudaBackend:
         self._stream.synchronize()
 
     def make_cache(self, model: Model, plan: MemoryPlan) -> KVCache:
-        with _room_for("the KV cache", GONE):
+        with room_for("the KV cache", GONE):
             return self._make_cache(model, plan.num_blocks, plan.block_size)
 
     def _make_cache(self, model: Model, num_blocks: int, block_size: int) -> KVCache:
@@ -198,19 +193,19 @@ class CudaBackend:
         """Over pinned memory, which a kernel reads and writes at the rate of a copy."""
         sizes = plan.num_swap_places, plan.block_size
         try:
-            on_host = make_kv_cache(model.cache_specs, *sizes, self._dtype, _pinned_array, self._kv_codes)
+            on_host = make_kv_cache(model.cache_specs, *sizes, self._dtype, pinned_array, self._kv_codes)
         except cupy.cuda.runtime.CUDARuntimeError as error:
             raise ConfigError(f"--swap-space-gb: the host has no room for it ({error}); set it lower") from error
         swap = KVSwap(cache, on_host, self.ops.kv_cache_swap, cupy.asarray)
         one = np.zeros((1, 2), np.int32)
-        swap(replace(_first_step(1, 2), swaps_out=one, swaps_in=one))  # compiles its kernel; block 0 holds nothing yet
+        swap(replace(first_step(1, 2), swaps_out=one, swaps_in=one))  # compiles its kernel; block 0 holds nothing yet
         return swap
 
     def make_forward(
         self, limits: StepLimits, model: Model, comm: Communicator, cache: KVCache, rope: RopeTable, num_positions: int
     ) -> Forward:
         forward = self._forward(limits, model, comm, cache, num_positions, rope)
-        with _room_for("CUDA graphs", GONE):
+        with room_for("CUDA graphs", GONE):
             for num_tokens in (*range(1, 33), *range(40, 257, 8)):  # a linear layer's kernel goes by the number of rows
                 if num_tokens <= limits.max_num_batched_tokens:
                     hidden = forward.try_prompt(num_tokens)
@@ -256,12 +251,12 @@ class CudaBackend:
         for sampling in SAMPLINGS:
             runner.sampler.add(0, sampling, seed=0, prompt_ids=(0, 1), eos_token_ids=())
             for num_tokens in (1, 2, min(32, runner.cache.block_size)):
-                runner.step(_first_step(num_tokens, vocab_size))
+                runner.step(first_step(num_tokens, vocab_size))
             runner.release(0)
 
     def settle(self) -> None:
         self._gpu.seal()
-        with _room_for("what steps work in", GONE):
+        with room_for("what steps work in", GONE):
             self._pools.settle(self._plan.workspace)
         free, total = cupy.cuda.Device().mem_info
         planned = self._plan.bytes_on("GPU")
@@ -284,54 +279,6 @@ class CudaBackend:
         table = rope or RopeTable(model.config.rope, model.config.rotary_dim, num_positions)
         width = -(-num_positions // cache.block_size)
         return GpuForward(model, comm, cache, table, self._gpu, self._recorder, limits, width)
-
-
-def _words_as_stored(weights: Weights) -> tuple[Buffer, ...]:
-    """Room for the words of a layer's packed weights, of which one or two at a time are there as stored too."""
-    sizes: Counter[str] = Counter()
-    for dest, weight in weights.linears.items():
-        if weight.format in (PACKED, PACKED_GATED):
-            sizes[dest.rpartition(".")[0]] += sum(int(tensor.nbytes) for tensor in weight.tensors.values())
-    note = "at most, while it is put in order"
-    return (Buffer("a layer as stored", max(sizes.values()), LOADING, note=note),) if sizes else ()
-
-
-@contextmanager
-def _room_for(what: str, advice: str) -> Iterator[None]:
-    """Says what the GPU had no room for."""
-    free, total = cupy.cuda.Device().mem_info
-    try:
-        yield
-    except cupy.cuda.memory.OutOfMemoryError as error:
-        raise ConfigError(
-            f"the GPU has no room for {what}: {free / 1e6:,.0f} of its {total / 1e6:,.0f} MB were free; {advice}"
-        ) from error
-
-
-def _pinned_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> cupy.ndarray:
-    """In pinned memory of the host, at an address that is the GPU's too."""
-    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-    pinned = cupy.cuda.alloc_pinned_memory(max(num_bytes, 1))
-    memory = cupy.cuda.UnownedMemory(pinned.ptr, num_bytes, pinned)
-    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
-
-
-def _first_step(num_tokens: int, vocab_size: int) -> StepPlan:
-    """The first tokens of one sequence in slot 0 and block 0."""
-    one, zero = np.ones(1, np.int32), np.zeros(1, np.int32)
-    return StepPlan(
-        step=0,
-        slots=zero,
-        starts=zero,
-        cu_seqlens_q=np.array([0, num_tokens], np.int32),
-        token_ids=np.arange(num_tokens, dtype=np.int32) % vocab_size,
-        block_table=np.zeros((1, 1), np.int32),
-        num_logits=one,
-        samples=np.ones(1, np.bool_),
-        rope_lens=zero,
-        two_way_lens=zero,
-        num_decodes=int(num_tokens == 1),
-    )
 
 
 def make_backend(config: EngineConfig, model_config: ModelConfig, place: Place) -> CudaBackend:

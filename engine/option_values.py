@@ -6,7 +6,11 @@ Each function raises ValueError with what the value must be.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
+
+Convert = Callable[[object], Any]
 
 
 def text(value: object) -> str:

@@ -24,7 +24,7 @@ LAYERS = (
     ("engine.logit_edits",),
     ("engine.token_bytes", "engine.gguf_tokenizer", "engine.tokenizer", "engine.detokenizer", "engine.text"),
     ("engine.template_limits", "engine.template_sandbox", "engine.chat_template"),
-    ("engine.vllm_flags", "engine.option_values", "engine.options"),
+    ("engine.vllm_flags", "engine.option_values", "engine.option_table", "engine.options"),
     ("engine.model_config.fields",),
     (
         "engine.model_config.rope",

@@ -11,7 +11,8 @@ from engine import options
 from engine.config import EngineConfig
 from engine.env import Environment, read_environment
 from engine.errors import ConfigError
-from engine.options import OPTIONS, config_from_keywords, parse_args
+from engine.option_table import OPTIONS
+from engine.options import config_from_keywords, parse_args
 from engine.vllm_flags import LACKING
 
 README = Path(__file__).parents[2] / "README.md"

@@ -5,6 +5,8 @@ half's compute, the same with int8 on the wire, and without a wire (each rank ta
 numbers are wrong and its time is that of computing alone). Beside it what ref.dual_stream foretells from the plain step
 and those without a wire. --predict needs no ranks: what two, four and eight GPUs on PCIe should take, as
 conformance/ranks/predictions.py says; conformance/results/predicted-tp4-tp8.txt keeps it for when there are such runs.
+--timeline draws instead what each stream of each rank does when, in two layers of a prompt of the first length: whole,
+in halves, and in halves with int8 (see conformance/ranks/timeline.py).
 """
 
 from __future__ import annotations
@@ -17,35 +19,36 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from conformance.ranks import predictions
-from engine.backends.backend import Backend, Place
+from conformance.ranks import predictions, timeline
+from conformance.ranks.steps import (
+    BLOCK_SIZE,
+    CONTEXT,
+    NO_WIRE,
+    WHOLE,
+    decode_plan,
+    halving_of,
+    make_steps,
+    prompt_plan,
+)
+from conformance.ranks.timeline_picture import picture as timeline_picture
 from engine.batch import StepPlan
 from engine.bench.arguments import positive, positive_list, report_file
 from engine.bench.model_shapes import QUANTS, SHAPES
-from engine.build import make_backend
-from engine.checkpoint.loader import load_model_config
-from engine.checkpoint.source import resolve
-from engine.comm.communicator import Communicator, OneRank
 from engine.comm.ranks import Ranks, join_ranks
-from engine.config import EngineConfig, ParallelConfig
+from engine.config import EngineConfig
 from engine.errors import ConfigError, GlintError
 from engine.forward import Forward
-from engine.halves import Halving
-from engine.models.registry import ARCHITECTURES
-from engine.rope_table import RopeTable
-from engine.split import rank_config, rank_weights
 from ref.dual_stream import dual, total_time
 from ref.svg import COLORS, Panel, document, dot, frame, line, text
 
 Array = Any
 
-CONTEXT, BLOCK_SIZE, REPEATS = 256, 16, 5  # tokens before those that decode; of a step, of which the first counts not
+WIRES = ("auto", "int8", NO_WIRE)
+REPEATS = 5  # of a step, of which the first counts not
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--json", type=report_file, help="file to write the report to")
     parser.add_argument("--svg", type=report_file, help="file to draw the picture to")
+    parser.add_argument(
+        "--timeline", type=report_file, help="file to draw what each stream does when to, in place of all"
+    )
     parser.add_argument("--predict", action="store_true", help="no ranks: what should come of so many H200 on PCIe")
     parser.add_argument("--ranks", type=positive_list, help="with --predict: how many (2,4,8)")
     args = parser.parse_args(arguments)
@@ -95,6 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _predict(args)
         if args.ranks is not None:
             raise ConfigError("--ranks: is for --predict; to measure, start as many with mpirun -n")
+        if args.timeline:
+            return _timeline(args)
         args.prefills, args.decodes = args.prefills or (512, 2048), args.decodes or (512,)
         ranks = join_ranks(os.environ)
         with ranks.guard(), tempfile.TemporaryDirectory() as folder:
@@ -127,6 +135,25 @@ def _predict(args: argparse.Namespace) -> int:
     return 0
 
 
+def _timeline(args: argparse.Namespace) -> int:
+    if args.svg or args.decodes:
+        raise ConfigError("--timeline: draws one prompt, and is a picture itself; leave out --svg and --decodes")
+    args.prefills, args.decodes = (args.prefills or (2048,))[:1], (1,)
+    ranks = join_ranks(os.environ)
+    with ranks.guard(), tempfile.TemporaryDirectory() as folder:
+        found, device = timeline.record(_config(args, folder), ranks, args.prefills[0])
+    if ranks.rank == 0:
+        title = f"{args.model_shape or args.model}, TP {ranks.size}, a prompt of {args.prefills[0]} tokens; {device}"
+        how = (
+            "between CUDA events, launched kernel by kernel (no graphs)" if "cuda" in device else "by the host's clock"
+        )
+        _say(f"{title}, {how}:", timeline.table(found))
+        Path(args.timeline).write_text(timeline_picture(found, title, how), encoding="utf-8")
+        if args.json:
+            Path(args.json).write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
 def _say(*lines: str) -> None:
     sys.stdout.write("\n".join([*lines, ""]))
 
@@ -137,50 +164,18 @@ def measure(config: EngineConfig, ranks: Ranks, prefills: Sequence[int], decodes
     Raises:
         ConfigError: there is one rank, or the model cannot be split so.
     """
-    if ranks.size == 1:
-        raise ConfigError("there is one rank, and so no wire; start it with mpirun -n 2 or more")
-    forwards, num_pieces, wait = _forwards(config, ranks)
-    steps = []
+    shared, steps = make_steps(config, ranks, WIRES), []
     plans = [("prefill", n, prompt_plan(n)) for n in prefills] + [("decode", n, decode_plan(n)) for n in decodes]
     for kind, num_tokens, plan in plans:
         found = {}
-        for name, forward in forwards.items():
+        for name, forward in shared.forwards.items():
             for halves in (False, True):
-                multiple = 128 if num_tokens >= 256 else 1
-                forward.halve(Halving(2, 2, multiple) if halves else Halving())
-                found[name, halves] = _time(forward, plan, ranks, wait)
-        wires = ("auto", "int8", "none")
-        whole, in_two = ([found[name, halves] for name in wires] for halves in (False, True))
+                forward.halve(halving_of(num_tokens) if halves else WHOLE)
+                found[name, halves] = _time(forward, plan, ranks, shared.wait)
+        whole, in_two = ([found[name, halves] for name in WIRES] for halves in (False, True))
         times = whole[0], in_two[0], whole[1], in_two[1], whole[2], in_two[2]
-        steps.append(Times(kind, num_tokens, num_pieces, *times))
+        steps.append(Times(kind, num_tokens, shared.num_pieces, *times))
     return steps
-
-
-def _forwards(config: EngineConfig, ranks: Ranks) -> tuple[dict[str, Forward], int, Callable[[Array], None]]:
-    """The forward pass over each wire; pieces of the model; and what waits until hidden states are there."""
-    source = resolve(config.model)
-    whole = load_model_config(source)
-    parallel = ParallelConfig(ranks.rank, ranks.size)
-    part = rank_config(whole, parallel)
-    backend: Backend = make_backend(config, part, Place(ranks.host_rank, len(ranks.host_ranks)))
-    wires: dict[str, Communicator] = {
-        name: backend.make_comm(ranks.world, parallel, whole, replace(config, allreduce=name))
-        for name in ("int8", "auto")
-    }
-    wires["none"] = OneRank(backend.ops)
-    architecture = ARCHITECTURES[whole.architecture]
-    weights = backend.load(source, rank_weights(architecture.weight_map(whole), whole, parallel), config, False)
-    model = architecture.build(part, weights, backend.ops)
-    limits, num_positions = config.step_limits(backend.limits), config.max_model_len or 0
-    memory = backend.plan_memory(config, limits, model, weights, num_positions)
-    cache = backend.make_cache(model, memory)
-    rope = RopeTable(part.rope, part.rotary_dim, num_positions)
-    forwards = {name: backend.make_forward(limits, model, wires[name], cache, rope, num_positions) for name in wires}
-
-    def wait(hidden: Array) -> None:
-        backend.ops.sampling.start_copy(hidden[:1])()
-
-    return forwards, len(model.pieces), wait
 
 
 def _time(forward: Forward, plan: StepPlan, ranks: Ranks, wait: Callable[[Array], None]) -> float:
@@ -191,37 +186,6 @@ def _time(forward: Forward, plan: StepPlan, ranks: Ranks, wait: Callable[[Array]
         wait(forward(forward.batch(plan)))
         times.append((time.perf_counter() - started) * 1e3)
     return max(ranks.gather(statistics.median(times[1:]), "times"))
-
-
-def prompt_plan(num_tokens: int) -> StepPlan:
-    """One prompt in the first blocks."""
-    return _plan([num_tokens], [0], np.arange(-(-num_tokens // BLOCK_SIZE), dtype=np.int32)[None], 0)
-
-
-def decode_plan(num_seqs: int) -> StepPlan:
-    """Sequences that share CONTEXT tokens, and have a block each for the next one."""
-    shared = CONTEXT // BLOCK_SIZE
-    table = np.tile(np.arange(shared + 1, dtype=np.int32), (num_seqs, 1))
-    table[:, shared] = shared + np.arange(num_seqs)
-    return _plan([1] * num_seqs, [CONTEXT] * num_seqs, table, num_seqs)
-
-
-def _plan(counts: Sequence[int], starts: Sequence[int], table: Array, num_decodes: int) -> StepPlan:
-    num_seqs = len(counts)
-    zeros, ones = np.zeros(num_seqs, np.int32), np.ones(num_seqs, np.int32)
-    return StepPlan(
-        step=0,
-        slots=np.arange(num_seqs, dtype=np.int32),
-        starts=np.array(starts, np.int32),
-        cu_seqlens_q=np.cumsum([0, *counts], dtype=np.int32),
-        token_ids=np.arange(sum(counts), dtype=np.int32) % 61 + 3,
-        block_table=table,
-        num_logits=ones,
-        samples=ones.astype(np.bool_),
-        rope_lens=zeros,
-        two_way_lens=zeros,
-        num_decodes=num_decodes,
-    )
 
 
 def _config(args: argparse.Namespace, folder: str) -> EngineConfig:

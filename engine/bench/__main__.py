@@ -156,6 +156,7 @@ def _run_shape(arguments: argparse.Namespace) -> int:
             arguments.allreduce,
             arguments.dual_stream,
         ),
+        lambda line: print(line, file=sys.stderr, flush=True),
     )
     if arguments.json != "-":
         print(shapes.table(about, figures))

@@ -147,6 +147,7 @@ def measure(
     w4a8: Literal["off", "int8", "fp8"] = "off",
     is_small: bool = False,
     split: Split = ONE_GPU,
+    say: Callable[[str], None] = lambda line: None,
 ) -> tuple[dict[str, str], list[Figure]]:
     """(machine and settings, figures) of a model of these shapes.
 
@@ -159,6 +160,7 @@ def measure(
         w4a8: EngineConfig.w4a8.
         is_small: weights as small as those with which the peer was timed: --load-format dummy-small.
         split: over how many ranks, and how they add up.
+        say: told each figure once it is known: all of them take minutes.
     Raises:
         ConfigError: no GPU here, or one that this model does not fit.
         Followed: on ranks other than 0.
@@ -193,7 +195,9 @@ def measure(
         values.append((START, time.perf_counter() - started))
         asked = only or [name for name in MEASURES if name in goals]
         wanted = [name for name in MEASURES if not asked or any(f"{name} ".startswith(f"{one} ") for one in asked)]
-        values += [(name, MEASURES[name](built.engine)) for name in wanted]
+        for name in wanted:
+            say(f"{values[-1][0]}: {values[-1][1]:.5g}")
+            values.append((name, MEASURES[name](built.engine)))
     known = goals if "H200 (sm_90," in built.device else {}
     figures = []
     for name, value in values:

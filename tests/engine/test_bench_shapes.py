@@ -126,6 +126,20 @@ def test_small_weights_are_said(is_small: bool, said: str, monkeypatch: pytest.M
     assert shapes.table(about, figures).startswith(f"qwen2-72b gptq-int4, {said}; a GPU")
 
 
+def test_each_figure_is_said_once_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def decode(engine: object) -> float:
+        assert said == ["start: 2", "prefill 512: 3.5"]
+        return 4.0
+
+    monkeypatch.setattr(shapes, "build_engine", lambda config, progress: SimpleNamespace(engine=None, device="a GPU"))
+    monkeypatch.setattr("time.perf_counter", iter((10.0, 12.0)).__next__)
+    monkeypatch.setattr(shapes, "MEASURES", {"prefill 512": lambda engine: 3.5, "decode 1": decode})
+    figures = shapes.measure("qwen2-72b", only=("prefill", "decode 1"), say=said.append)[1]
+    assert [one.value for one in figures] == [2.0, 3.5, 4.0]
+
+
 def test_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.backends.choose.has_nvidia_driver", lambda: False)
     assert main(["offline", "--model-shape", "llama-3.1-8b"]) == 1

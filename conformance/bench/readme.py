@@ -16,6 +16,9 @@ ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "conformance" / "results"  # bench-h200.json, and bench-h200-sm_86.json for the paths of another arch
 ENGINE = ROOT / "engine" / "bench" / "results"  # h200-llama-3.1-8b.json
 ENGINE_TABLES = {  # place in README.md → stored run
+    "gpu-engine": "h200-llama-3.1-8b",
+    "gpu-engine-int8": "h200-llama-3.1-8b-int8",
+    "gpu-engine-fp8": "h200-llama-3.1-8b-fp8",
     "gpu-engine-w4": "h200-qwen2-72b-gptq-int4",
     "gpu-engine-w4-small": "h200-qwen2-72b-gptq-int4-small",
     "pair-70b-no-p2p": "h200x2-llama-3.1-70b-no-p2p",
@@ -264,13 +267,11 @@ def tables(kernels: Path = KERNELS, engine: Path = ENGINE) -> dict[str, list[str
         found["gpu-kernels"] = kernel_table([load(own), *portable], lines())
     if (kernels / "bench-h200-quantized.json").is_file():
         found["gpu-quantized"] = kernel_table([load(kernels / "bench-h200-quantized.json")], quantized_lines())
-    if (engine / "h200-llama-3.1-8b.json").is_file():
-        prefix = "h200-llama-3.1-8b-"
-        older = {path.stem.removeprefix(prefix): load(path) for path in sorted(engine.glob(f"{prefix}sm_*.json"))}
-        found["gpu-engine"] = engine_table(load(engine / "h200-llama-3.1-8b.json"), older)
     for place, name in ENGINE_TABLES.items():
         if (engine / f"{name}.json").is_file():
-            found[place] = engine_table(load(engine / f"{name}.json"), {})
+            paths = sorted(engine.glob(f"{name}-sm_*.json"))
+            older = {path.stem.removeprefix(f"{name}-"): load(path) for path in paths}
+            found[place] = engine_table(load(engine / f"{name}.json"), older)
     for links in ("no-p2p", "p2p"):
         stored = engine / f"h200x2-allreduce-{links}.json"
         if stored.is_file():

@@ -11,11 +11,13 @@ import numpy as np
 from engine.errors import ConfigError
 from engine.kernels import all_reduce_pair, all_reduce_pieces, int8_all_reduce
 from engine.kernels.all_reduce import all_reduce
+from engine.kernels.all_reduce_islands import all_reduce_islands
 from engine.kernels.carried import Carried
 from engine.kernels.channel import MAX_RANKS, Channel, Exchange
 from engine.kernels.device import Device, Instance
 from engine.kernels.int8_codes import codes_bytes, quantize_codes, sum_codes
 from engine.kernels.notes import Notes
+from engine.kernels.partials import GROUP
 from engine.kernels.sum_parts import sum_parts
 
 Array = Any
@@ -23,7 +25,7 @@ Array = Any
 Sum = Callable[[Array, Array | None, Carried | None], Array]
 Gather = Callable[[Array], Array]  # an array of this rank, contiguous, → those of the others, [world_size − 1, …]
 
-INT8, NCCL = "int8", "nccl"
+INT8, NCCL, ISLANDS = "int8", "nccl", "islands"
 COPIES = "copies"
 LEAST_COPIED = 1 << 20  # bytes
 BESIDE = 1.5  # a kernel that waits hides nothing: large products leave it no multiprocessor, and wait for those it has
@@ -84,8 +86,10 @@ def ways_of(
     device: Device,
     rotate: bool = True,
     gather: Gather | None = None,
+    islands: Exchange | None = None,
 ) -> dict[str, Way]:
-    """All ways of a group, by name, over memory of these names; nccl: adds up in place; gather: by copies.
+    """All ways of a group, by name, over memory of these names; nccl: adds up in place; gather: by copies; islands: of
+    make_islands.
 
     rotate: what travels as int8, which alone carries errors then.
     """
@@ -97,6 +101,8 @@ def ways_of(
     for name, exchange in exchanges.items():
         found.append(Way(f"{name}-pieces", _pieces(exchange, device)))
         found.append(Way(f"{name}-pieces-int8", _int8_pieces(exchange, rotate, device), is_exact=False))
+    if islands is not None:
+        found.append(Way(ISLANDS, _islands(islands, device)))
     if gather is not None:
         rank = next(iter(channels.values())).rank
         exact, in_codes = _copies(gather, rank, device), _int8_copies(gather, rank, rotate, device)
@@ -108,16 +114,20 @@ def ways_of(
 
 
 def kernels_of(
-    channels: Mapping[str, Channel], exchanges: Mapping[str, Exchange], dtype: Any, rotate: bool = True
+    channels: Mapping[str, Channel],
+    exchanges: Mapping[str, Exchange],
+    dtype: Any,
+    rotate: bool = True,
+    islands: Exchange | None = None,
 ) -> tuple[Instance, ...]:
     """What has to be loaded on every rank before the ways of one are tried: a kernel waits for those of others."""
-    notes, x = Notes(), np.zeros((1, MAX_RANKS * int8_all_reduce.GROUP), dtype)
+    notes, x = Notes(), np.zeros((1, MAX_RANKS * GROUP), dtype)
     num_others = next(iter(channels.values())).world_size - 1
 
     def gather(array: Array) -> Array:
         return np.zeros((num_others, *array.shape), array.dtype)
 
-    for way in ways_of(channels, exchanges, None, notes, rotate, gather).values():
+    for way in ways_of(channels, exchanges, None, notes, rotate, gather, islands).values():
         way.sum(x, None, None)
     return notes.instances
 
@@ -129,6 +139,10 @@ def _one_trip(channel: Channel, device: Device) -> Sum:
 def _pieces(exchange: Exchange, device: Device) -> Sum:
     function = all_reduce_pair.all_reduce_pair if exchange.world_size == 2 else all_reduce_pieces.all_reduce_pieces
     return lambda x, residual, carried: function(x, exchange, residual, device=device)
+
+
+def _islands(exchange: Exchange, device: Device) -> Sum:
+    return lambda x, residual, carried: all_reduce_islands(x, exchange, residual, device=device)
 
 
 def _int8(channel: Channel, rotate: bool, device: Device) -> Sum:
@@ -181,7 +195,7 @@ def choose(trials: Sequence[Trial], allowed: Callable[[str], bool], hidden_size:
     broken = {trial.way for trial in trials if trial.problem}
     times: dict[str, dict[int, float]] = {}
     for trial in trials:
-        fits = not (trial.way.endswith(INT8) and hidden_size % int8_all_reduce.GROUP)
+        fits = not (trial.way.endswith(INT8) and hidden_size % GROUP)
         if trial.way not in broken and allowed(trial.way) and fits:
             handicap = BESIDE if is_beside and COPIES not in trial.way else 1.0
             times.setdefault(trial.way, {})[trial.num_bytes] = handicap * trial.us

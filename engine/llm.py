@@ -9,6 +9,7 @@ for output in llm.generate(["The capital of France is"], SamplingParams(temperat
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -25,7 +26,7 @@ from engine.build import build_engine
 from engine.checkpoint.text import load_text
 from engine.config import EngineConfig
 from engine.detokenizer import StopTable, TextStream
-from engine.errors import RequestError, RequestFailedError
+from engine.errors import ConfigError, RequestError, RequestFailedError
 from engine.options import config_from_keywords
 from engine.text import default_sampling, require_tokenizer, with_bad_words
 
@@ -88,6 +89,7 @@ class LLM:
         self.info = built.info
         self.tokenizer, self.chat_template = load_text(built.source, built.info.vocab_size, config.chat_template)
         self._num_requests = 0
+        self._pid = os.getpid()
 
     def generate(
         self,
@@ -103,6 +105,7 @@ class LLM:
         Raises:
             RequestError: a prompt or a parameter is wrong; nothing has been computed then.
             RequestFailedError: the engine failed a request.
+            ConfigError: this process was forked from the one that made the engine.
         """
         many = _prompts(prompts)
         params = self._sampling(sampling, len(many))
@@ -146,6 +149,11 @@ class LLM:
         return [with_bad_words(one, self.tokenizer) for one in many]
 
     def _run(self, jobs: list[tuple[tuple[int, ...], SamplingParams]]) -> list[RequestOutput]:
+        if os.getpid() != self._pid:  # GPUs, ranks and threads stay with that process
+            raise ConfigError(
+                f"this LLM belongs to process {self._pid}, which {os.getpid()} was forked from: make one in each "
+                "process that needs one, and start processes with 'spawn'"
+            )
         requests = []
         for prompt_ids, sampling in jobs:
             request = GenerationRequest(f"offline-{self._num_requests}", prompt_ids, sampling)

@@ -14,8 +14,9 @@ OLD_DRIVER_FOR_CODE = (
 )
 HELP = {  # by number, which runtime and driver share where both have the error
     2: "the GPU's memory is full: end what else runs on it (nvidia-smi lists it)",
-    3: "the driver does not start in this process: check that nvidia-smi works here, in a container that it was "
-    "started with its GPUs",
+    3: "the driver does not start in this process: if it was forked from one that had used CUDA (multiprocessing with "
+    "'fork', gunicorn with --preload), start it with 'spawn', or make the engine before anything uses CUDA; if not, "
+    "check that nvidia-smi works here, in a container that it was started with its GPUs",
     35: OLD_DRIVER,
     46: "another process has the GPU for itself: end it, or set the compute mode to Default (nvidia-smi -c 0)",
     100: "no GPU is visible: check CUDA_VISIBLE_DEVICES and that nvidia-smi lists one",

@@ -11,6 +11,7 @@ from engine.kernels.driver_errors import HELP, explain
     ("status", "what_helps"),
     [
         (2, "end what else runs on it"),
+        (3, "if it was forked from one that had used CUDA (multiprocessing with 'fork'"),  # DST-09
         (35, "(CUDA 13 needs 580, CUDA 12 needs 525 or later), or install 'glint-llm[cuda12]'"),
         (100, "no GPU is visible: check CUDA_VISIBLE_DEVICES"),
         (222, "the driver is older than the compiler: update the driver, or install an NVRTC"),

@@ -146,6 +146,16 @@ def test_a_bad_prompt_or_parameter_computes_nothing(folder: Path) -> None:
         assert_idle(llm.engine)
 
 
+def test_a_forked_process_has_no_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DST-09: it is told so at once, as CUDA, ranks and threads do not come along."""
+    with monkeypatch.context() as forked:
+        forked.setattr("os.getpid", lambda: 12345)
+        with pytest.raises(ConfigError, match=r"belongs to process \d+, which 12345 was forked from: make one in each"):
+            llm.generate([[1]])
+    assert_idle(llm.engine)
+    assert llm.generate([[1]], SamplingParams(max_tokens=1, temperature=0))[0].token_ids
+
+
 def test_more_prompts_than_may_wait_all_come_through(folder: Path) -> None:
     llm = LLM(str(folder), **(LIMITS | {"max_waiting": 3, "max_num_seqs": 2}))
     outputs = llm.generate(["abcdefg"[i % 7 :] for i in range(20)], SamplingParams(n=2, seed=1, max_tokens=2, top_k=1))

@@ -28,8 +28,9 @@ class Packed:
     group_size: int  # columns
     zeros: bool  # False: all are 8
     # groups are of neighbours as the file has them; or once columns are gathered in an order, which the tensor "order"
-    # says to who multiplies; or once the layer before puts its rows out in that order
-    order: Literal["stored", "gathered", "folded"] = "stored"
+    # says to who multiplies; or once the layer before puts its rows out in that order; or the norm before its columns,
+    # to which the array NORM.order says it
+    order: Literal["stored", "gathered", "folded", "normed"] = "stored"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,8 @@ class LinearSpec:
     reads three modules into one [960, in_features] weight. With n_experts the names of parts hold "{expert}", and
     the weights of all experts are stacked: [n_experts, out_features, in_features]. transposed: the checkpoint has
     [in_features, out_features]. gated: its first half are gates and it is read by linear_gate_up_act alone. feeds: the
-    layer that alone reads what this gives, so that its rows may be put out in any order that suits that one.
+    layer that alone reads what this gives, so that its rows may be put out in any order that suits that one. norm: the
+    rmsnorm whose result this layer reads, and nothing else does, so that it too may put out any order.
     """
 
     dest: str
@@ -98,6 +100,7 @@ class LinearSpec:
     latent: tuple[int, int] | None = None  # of kv_b_proj in latent attention: n_heads and qk_nope_head_dim
     gated: bool = False
     feeds: str = ""  # a dest
+    norm: str = ""  # a dest
     packed: Packed | None = None
     coded: Coded | None = None
     row_cuts: tuple[Cut, ...] = ()  # empty: whole
@@ -154,6 +157,11 @@ class WeightMap:
     whole: WeightMap | None = None
 
 
+def order_of(norm: str) -> str:
+    """The dest of the array that is Norm.order, of a norm's own dest."""
+    return f"{norm}.order"
+
+
 def weight_bytes(weight_map: WeightMap, itemsize: int) -> int:
     """What these weights take, in bytes: itemsize a number, or as integers and codes with a scale for each run of them;
     scales of whole rows are not counted, nor biases."""
@@ -195,6 +203,7 @@ class Norm:
     kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     bias: Array | None = None  # [hidden_size], layernorm only
     into: LinearWeight | None = None  # an rmsnorm's: the one layer that takes it, if that quantizes what it takes
+    order: Array | None = None  # [hidden_size] uint16, an rmsnorm's: which element stands at each place; None: its own
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from engine.errors import CheckpointError, ConfigError
 from engine.model_config.read import model_config_from_hf
 from engine.packed4 import PACKED, PACKED_GATED
 from engine.progress import Progress
-from engine.weights import EMBEDDING, HEAD, LinearSpec, LinearWeight, WeightMap, Weights
+from engine.weights import EMBEDDING, HEAD, LinearSpec, LinearWeight, WeightMap, Weights, order_of
 
 Array = Any
 
@@ -211,7 +211,7 @@ def _fill_quantized(
     Raises:
         CheckpointError: names the module that is damaged.
     """
-    linears, lost = dict(weights.linears), {}
+    linears, arrays, lost = dict(weights.linears), dict(weights.arrays), {}
     with Progress(len(weight_map.linears), "unpacking", "linear layers", hidden=not progress) as bar:
         for spec in weight_map.linears:
             bar.update()
@@ -222,6 +222,8 @@ def _fill_quantized(
                 if words.order is not None and spec.packed.order == "gathered":
                     first = 0 if spec.column_cut is None else spec.column_cut.first
                     tensors["order"] = store.put(np.maximum(words.order - np.int32(first), 0))
+                elif words.order is not None and spec.packed.order == "normed":
+                    arrays[order_of(spec.norm)] = store.put(words.order.astype(np.uint16))
                 linears[spec.dest] = _packed(spec, words.in_features, tensors, weight.bias)
                 continue
             if spec.coded is not None:
@@ -240,7 +242,7 @@ def _fill_quantized(
                     store.write(quantized.dense(module, spec.transposed), target)
     if damaged := [module for spec, found in lost.items() if any(map(bool, found)) for module, _ in spec.parts]:
         raise CheckpointError(f"{', '.join(damaged)}: codes that are no numbers; fetch the files again")
-    return replace(weights, linears=linears)
+    return replace(weights, linears=linears, arrays=arrays)
 
 
 def _dense(weight: Array, bias: Array | None) -> LinearWeight:

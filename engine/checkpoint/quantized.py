@@ -50,7 +50,8 @@ def keep_packed(weight_map: WeightMap) -> WeightMap:
 
 
 def fold_orders(weight_map: WeightMap) -> WeightMap:
-    """With the order of columns of a packed layer left to the rows of the layer before, where that can take it."""
+    """With the order of columns of a packed layer left to the rows of the layer before, or to the norm before, where
+    there is one that can take it."""
     sources = {spec.feeds for spec in weight_map.linears if spec.packed is not None and not spec.bias}
 
     def folded(spec: LinearSpec) -> LinearSpec:
@@ -58,6 +59,8 @@ def fold_orders(weight_map: WeightMap) -> WeightMap:
             return spec
         if spec.dest in sources:
             return replace(spec, packed=replace(spec.packed, order="folded"))
+        if spec.norm:  # a rank has all of its columns
+            return replace(spec, packed=replace(spec.packed, order="normed"))
         packed = replace(spec.packed, order="gathered")
         if spec.column_cut is not None:  # each rank has some columns of every group
             packed = replace(spec.packed, order="gathered", group_size=SPREAD)

@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.checkpoint.store import Store
 from engine.coded8 import FP8, blank8
 from engine.packed4 import PACKED, PACKED_GATED, SYMMETRIC_ZERO, blank4
-from engine.weights import EMBEDDING, Coded, LinearSpec, LinearWeight, Packed, WeightMap, Weights
+from engine.weights import EMBEDDING, Coded, LinearSpec, LinearWeight, Packed, WeightMap, Weights, order_of
 
 Array = Any
 
@@ -37,7 +38,7 @@ def fill_randomly(weights: Weights, weight_map: WeightMap, seed: int, store: Sto
     """
     for dest, array in weights.arrays.items():
         _fill(array, dest, seed, store, is_small)
-    linears = dict(weights.linears)
+    linears, arrays = dict(weights.linears), dict(weights.arrays)
     specs = {spec.dest: spec for spec in weight_map.linears}
     for dest, linear in weights.linears.items():
         if linear.bias is not None:
@@ -45,11 +46,13 @@ def fill_randomly(weights: Weights, weight_map: WeightMap, seed: int, store: Sto
         spec = specs.get(dest)
         if spec is not None and spec.packed is not None:
             linears[dest] = _packed(spec, spec.packed, linear, seed, store, is_small)
+            if spec.packed.order == "normed":
+                arrays[order_of(spec.norm)] = store.put(_order(spec, seed).astype(np.uint16))
         elif spec is not None and spec.coded is not None:
             linears[dest] = _coded(spec.coded, linear, (seed, _number(dest)), store)
         elif linear.tensors["weight"] is not weights.arrays.get(EMBEDDING):
             _fill(linear.tensors["weight"], dest, seed, store, is_small)
-    return replace(weights, linears=linears)
+    return replace(weights, linears=linears, arrays=arrays)
 
 
 def _packed(
@@ -67,12 +70,14 @@ def _packed(
         blank["zeros"] = np.full(blank["zeros"].shape, SYMMETRIC_ZERO, np.uint8)
     words = store.random_words(blank.pop("weight").shape, (seed, _number(spec.dest)))
     if packed.order == "gathered":
-        blank["order"] = (
-            np.random.default_rng((seed, _number(spec.dest))).permutation(spec.in_features).astype(np.int32)
-        )
+        blank["order"] = _order(spec, seed).astype(np.int32)
     tensors = {"weight": words} | {name: store.put(array) for name, array in blank.items()}
     format = PACKED_GATED if spec.gated else PACKED
     return LinearWeight(format, spec.out_features, spec.in_features, tensors, linear.bias)
+
+
+def _order(spec: LinearSpec, seed: int) -> NDArray[np.int64]:
+    return np.random.default_rng((seed, _number(spec.dest))).permutation(spec.in_features)
 
 
 def _coded(coded: Coded, linear: LinearWeight, seed: tuple[int, int], store: Store) -> LinearWeight:

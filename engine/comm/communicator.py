@@ -49,8 +49,8 @@ class Communicator(Protocol):
         ...
 
     def norm(self, x: Array, norm: Norm) -> Array:
-        """norm(x), [num_tokens, hidden_size], in the codes of norm.into if it takes any: what comes before the first
-        piece."""
+        """norm(x), [num_tokens, hidden_size], in the codes of norm.into if it takes any, in norm.order if there is
+        one: what comes before the first piece."""
         ...
 
     def reduce_add_norm(self, partial: Array, residual: Array, norm: Norm, which: StepSum) -> tuple[Array, Array]:
@@ -109,14 +109,14 @@ class OneRank:
             return self._ops.layernorm(x, norm.weight, norm.bias, norm.eps)
         if norm.into is not None:
             return self._ops.norm_quant(x, norm.weight, norm.eps, norm.into)
-        return self._ops.rmsnorm(x, norm.weight, norm.eps)
+        return self._ops.rmsnorm(x, norm.weight, norm.eps, norm.order)
 
     def reduce_add_norm(self, partial: Array, residual: Array, norm: Norm, which: StepSum) -> tuple[Array, Array]:
         if norm.kind == "layernorm":
             return self._ops.add_layernorm(partial, residual, norm.weight, norm.bias, norm.eps)
         if norm.into is not None:
             return self._ops.add_norm_quant(partial, residual, norm.weight, norm.eps, norm.into)
-        return self._ops.add_rmsnorm(partial, residual, norm.weight, norm.eps)
+        return self._ops.add_rmsnorm(partial, residual, norm.weight, norm.eps, norm.order)
 
     def reduce_add(self, partial: Array, residual: Array, which: StepSum) -> Array:
         return partial + residual

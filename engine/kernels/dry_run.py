@@ -35,6 +35,7 @@ from engine.weights import (
     LinearWeight,
     WeightMap,
     Weights,
+    order_of,
     with_activations,
 )
 
@@ -125,6 +126,8 @@ def _blank_weights(weight_map: WeightMap, dtype: Any) -> Weights:
         bias = np.zeros(spec.out_features, dtype) if spec.bias else None
         format, tensors = _blank(spec, dtype)
         linears[spec.dest] = LinearWeight(format, spec.out_features, spec.in_features, tensors, bias)
+        if spec.packed is not None and spec.packed.order == "normed":
+            arrays[order_of(spec.norm)] = np.zeros(spec.in_features, np.uint16)
     if weight_map.tied:
         table = arrays[EMBEDDING]
         linears[HEAD] = LinearWeight("dense", table.shape[0], table.shape[1], {"weight": table})

@@ -15,7 +15,7 @@ from engine.kv_cache import CacheSpec
 from engine.models.model import Model, Piece
 from engine.models.moe import MoeNames, feed_forward, feed_forward_arrays, feed_forward_linears
 from engine.ops import OpTable
-from engine.weights import ArraySpec, LinearSpec, LinearWeight, Norm, WeightMap, Weights
+from engine.weights import ArraySpec, LinearSpec, Norm, WeightMap, Weights, order_of
 
 Array = Any
 AttentionWeights = Callable[[ModelConfig, int], tuple[list[LinearSpec], list[ArraySpec]]]  # of a layer
@@ -53,13 +53,13 @@ def decoder(
     pieces: list[Piece] = []
     for layer in config.layers:
         dest = f"layers.{layer}"
-        into = [_coded(weights.linears.get(f"{dest}.{name}")) for name in ("qkv_proj", "gate_up_proj")]
-        attn_norm = Norm(weights.arrays[f"{dest}.input_layernorm"], config.norm_eps, into=into[0])
-        mlp_norm = Norm(weights.arrays[f"{dest}.post_attention_layernorm"], config.norm_eps, into=into[1])
+        attn_norm = _norm(config, weights, f"{dest}.input_layernorm", f"{dest}.qkv_proj")
+        mlp_norm = _norm(config, weights, f"{dest}.post_attention_layernorm", f"{dest}.gate_up_proj")
         attn = partial(attention, config=config, weights=weights, ops=ops, layer=layer)
         pieces.append(Piece(f"{dest}.attention", attn_norm, attn))
         mlp = feed_forward(config, weights, ops, layer)
-        pieces.append(Piece(f"{dest}.mlp", mlp_norm, mlp, is_by_token=into[1] is None))  # rows of codes are not picked
+        is_by_token = mlp_norm.into is None  # rows of codes are not picked
+        pieces.append(Piece(f"{dest}.mlp", mlp_norm, mlp, is_by_token=is_by_token))
     return Model(
         config=config,
         embed=lambda batch: ops.embedding(batch.token_ids, weights.arrays["embed_tokens"], first=config.vocab_first),
@@ -70,6 +70,8 @@ def decoder(
     )
 
 
-def _coded(weight: LinearWeight | None) -> LinearWeight | None:
-    """A layer that quantizes what it takes, or None."""
-    return weight if weight is not None and weight.format in (INT8, FP8) else None
+def _norm(config: ModelConfig, weights: Weights, dest: str, reader: str) -> Norm:
+    """A norm whose result the layer `reader` alone takes, if the model has that layer: as it wants it."""
+    weight = weights.linears.get(reader)
+    into = weight if weight is not None and weight.format in (INT8, FP8) else None
+    return Norm(weights.arrays[dest], config.norm_eps, into=into, order=weights.arrays.get(order_of(dest)))

@@ -35,7 +35,7 @@ def attention_weights(config: ModelConfig, layer: int) -> tuple[list[LinearSpec]
     dest, attn = f"layers.{layer}", f"model.layers.{layer}.self_attn"
     qkv = ((f"{attn}.q_proj", heads), (f"{attn}.k_proj", kv_heads), (f"{attn}.v_proj", kv_heads))
     linears = [
-        LinearSpec(f"{dest}.qkv_proj", qkv, config.hidden_size, config.qkv_bias),
+        LinearSpec(f"{dest}.qkv_proj", qkv, config.hidden_size, config.qkv_bias, norm=f"{dest}.input_layernorm"),
         LinearSpec(f"{dest}.o_proj", ((f"{attn}.o_proj", config.hidden_size),), heads, config.o_bias),
     ]
     norms = ("q_norm", "k_norm") if config.qk_norm else ()

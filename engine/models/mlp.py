@@ -22,10 +22,11 @@ def mlp_linears(
     names: tuple[str, str, str] = GATE_UP_DOWN,
     n_experts: int = 0,
     gated: bool = True,
+    norm: str = "",
 ) -> list[LinearSpec]:
     """DEST.gate_up_proj and DEST.down_proj of the modules SOURCE.NAME; with n_experts SOURCE holds "{expert}".
 
-    gated: gate_up_proj is read by linear_gate_up_act alone.
+    gated: gate_up_proj is read by linear_gate_up_act alone. norm: see LinearSpec.
     """
     gate, up, down = names
     gated = gated and not n_experts
@@ -35,6 +36,7 @@ def mlp_linears(
             *(f"{dest}.gate_up_proj", gate_up, hidden_size, bias, n_experts),
             gated=gated,
             feeds=f"{dest}.down_proj" if gated else "",
+            norm=norm,
         ),
         LinearSpec(f"{dest}.down_proj", ((f"{source}.{down}", hidden_size),), intermediate_size, bias, n_experts),
     ]

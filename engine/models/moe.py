@@ -45,8 +45,9 @@ def feed_forward_linears(config: ModelConfig, layer: int, source: str, names: Mo
     """Of the MLP or the experts of a layer; source is the layer's name in the checkpoint, model.layers.0."""
     if has_experts(config, layer):
         return moe_linears(config, layer, source, names)
-    sizes = config.hidden_size, config.intermediate_size
-    return mlp_linears(f"layers.{layer}", f"{source}.mlp", *sizes, bias=config.mlp_bias)
+    dest, sizes = f"layers.{layer}", (config.hidden_size, config.intermediate_size)
+    norm = f"{dest}.post_attention_layernorm"
+    return mlp_linears(dest, f"{source}.mlp", *sizes, bias=config.mlp_bias, norm=norm)
 
 
 def feed_forward_arrays(config: ModelConfig, layer: int, source: str, names: MoeNames) -> list[ArraySpec]:

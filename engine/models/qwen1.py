@@ -31,11 +31,14 @@ def weight_map(config: ModelConfig) -> WeightMap:
     ]
     for layer in range(config.n_layers):
         dest, source = f"layers.{layer}", f"transformer.h.{layer}"
-        mlp_sizes = hidden, config.intermediate_size
+        mlp_sizes, mlp_norm = (hidden, config.intermediate_size), f"{dest}.post_attention_layernorm"
         linears += [
-            LinearSpec(f"{dest}.qkv_proj", ((f"{source}.attn.c_attn", 3 * heads),), hidden, config.qkv_bias),
+            LinearSpec(
+                *(f"{dest}.qkv_proj", ((f"{source}.attn.c_attn", 3 * heads),), hidden, config.qkv_bias),
+                norm=f"{dest}.input_layernorm",
+            ),
             LinearSpec(f"{dest}.o_proj", ((f"{source}.attn.c_proj", hidden),), heads, config.o_bias),
-            *mlp_linears(dest, f"{source}.mlp", *mlp_sizes, bias=config.mlp_bias, names=GATE_UP_DOWN),
+            *mlp_linears(dest, f"{source}.mlp", *mlp_sizes, bias=config.mlp_bias, names=GATE_UP_DOWN, norm=mlp_norm),
         ]
         for dest_norm, norm in (("input_layernorm", "ln_1"), ("post_attention_layernorm", "ln_2")):
             arrays.append(ArraySpec(f"{dest}.{dest_norm}", f"{source}.{norm}.weight", (hidden,)))

@@ -199,7 +199,7 @@ def test_a_fault_in_the_model_is_caught(old: str, new: str, monkeypatch: pytest.
 
 
 def test_a_fault_around_attention_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    norm = 'mlp_norm = Norm(weights.arrays[f"{dest}.'
+    norm = 'mlp_norm = _norm(config, weights, f"{dest}.'
     module = mutated("engine.models.decoder", f"{norm}post_attention", f"{norm}input")
     monkeypatch.setattr(engine.models.llama, "decoder", module.decoder)
     assert "logits" in str(caught(cases_of("llama", "forward-mistral-chunks"), OPS))

@@ -55,6 +55,19 @@ MUTANTS = (
             "x + row * x_stride, size, values);\n  add",
             "x + row * size, size, values);\n  add",
         ),
+        ("numbers taken before all are there", "  __syncthreads();\n", ""),
+        ("places of the first round", "{places[round].x, ", "{places[0].x, "),
+        ("places of a neighbouring piece", "load16(order + piece<T>(round))", "load16(order + (piece<T>(round) ^ 8))"),
+        ("halves of a word in one place", "row[from[i] >> 16].bits", "row[from[i] & 0xffffu].bits"),
+        ("pairs swapped", "even | odd << 16", "odd | even << 16"),
+        ("pieces behind the row", "if (piece<T>(round) >= size) continue;", ""),
+        (
+            "row of the first in all",
+            "store_in_order<T, kRounds>(y + row * size, size, values, places);\n  else\n"
+            "    store_rounds<T, kRounds>(y + row * size, size, values);\n}\n\n//",
+            "store_in_order<T, kRounds>(y, size, values, places);\n  else\n"
+            "    store_rounds<T, kRounds>(y + row * size, size, values);\n}\n\n//",
+        ),
     ),
     *mutants(
         "rmsnorm",

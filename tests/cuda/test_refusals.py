@@ -24,7 +24,7 @@ from engine.weights import LinearWeight
 Array = NDArray[Any]
 
 NAMES = {  # a case of every op, by stem
-    "rmsnorm": ("odd", "add-odd"),
+    "rmsnorm": ("odd", "add-odd", "ordered-one-token", "add-ordered-many"),
     "layernorm": ("odd-bias", "add-wide", "heads"),
     "activation": ("odd", "plain-silu"),
     "embedding": ("odd", "positions-odd"),
@@ -95,6 +95,7 @@ def one_more(array: Array, axis: int) -> Array:
         ("rope", "gqa", "slot_mapping", 0, "slot_mapping has shape [38]; expected [37]"),
         ("layernorm", "add-wide", "bias", 0, "bias has shape [4097]; expected [4096]"),
         ("rmsnorm", "add-odd", "residual", 1, "residual has shape [7, 34]; expected [7, 33]"),
+        ("rmsnorm", "add-ordered-many", "order", 0, "order has shape [97]; expected [96]"),
         ("linear", "sixteen-tokens-bias", "bias", 0, "bias has shape [18]; expected [17]"),
         ("linear", "sixteen-tokens-bias", "x", 1, "x has shape [16, 265]; expected [any, 264]"),
     ],
@@ -106,6 +107,17 @@ def test_a_wrong_size_is_refused(stem: str, case: str, name: str, axis: int, mes
     with pytest.raises(KernelError) as caught:
         found.candidate(kernel_ops(BorderedDevice(notes), sampling), **(inputs | {name: one_more(inputs[name], axis)}))
     assert message in str(caught.value)
+    assert not notes.instances
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "message"),
+    [(np.float32, 64, "x is float32; expected bfloat16 or float16"), (np.float16, 36, "an order of 36 elements")],
+)
+def test_an_order_is_of_whole_pieces_of_16_bits(dtype: Any, size: int, message: str) -> None:
+    x, weight, notes = np.zeros((2, size), dtype), np.zeros(size, dtype), Notes()
+    with pytest.raises(KernelError, match=message):
+        kernel_ops(notes, sampling).rmsnorm(x, weight, 1e-5, np.arange(size, dtype=np.uint16))
     assert not notes.instances
 
 

@@ -169,25 +169,32 @@ def test_damage_is_named(change: Callable[[dict[str, Any]], Any], message: str, 
 
 
 def test_qnt_01_act_order_stays_packed(tmp_path: Path) -> None:
-    """Columns lie by groups. x is gathered for that, but before down_proj: the rows of gates and of what they are
-    multiplied by are in the order that it wants."""
+    """Columns lie by groups. Norms put out what they give in that order; before down_proj the rows of gates and of what
+    they are multiplied by are in it; and x of o_proj is gathered."""
     folder = format_model(tmp_path, "llama", "gptq_act_order")
     spec = {spec.dest.rpartition(".")[2]: spec.packed for spec in keep_packed(weight_map_of(folder)).linears}
-    assert spec["qkv_proj"] == Packed(32, True, "gathered")
+    assert spec["qkv_proj"] == spec["gate_up_proj"] == Packed(32, True, "normed")
+    assert spec["o_proj"] == Packed(32, True, "gathered")
     assert spec["down_proj"] == Packed(32, True, "folded")
-    linears, stored = load(folder).linears, load_file_of_integers(folder)
-    for layer in ("qkv_proj", "o_proj", "gate_up_proj"):
-        order = linears[f"layers.0.{layer}"].tensors["order"]
+    weights, stored = load(folder), load_file_of_integers(folder)
+    linears = weights.linears
+    orders = {
+        "self_attn.q_proj": weights.arrays["layers.0.input_layernorm.order"],
+        "self_attn.o_proj": linears["layers.0.o_proj"].tensors["order"],
+        "mlp.up_proj": weights.arrays["layers.0.post_attention_layernorm.order"],
+    }
+    for module, order in orders.items():
         assert sorted(order) == list(range(160))
-    g_idx = stored["model.layers.0.self_attn.o_proj.g_idx"]
-    order = linears["layers.0.o_proj"].tensors["order"]
-    np.testing.assert_array_equal(g_idx[order], np.arange(160) // 32)
-    assert "order" not in linears["layers.0.down_proj"].tensors
+        np.testing.assert_array_equal(stored[f"model.layers.0.{module}.g_idx"][order], np.arange(160) // 32)
+    assert [dest for dest, linear in linears.items() if "order" in linear.tensors] == [
+        f"layers.{layer}.o_proj" for layer in range(2)
+    ]
     down = np.argsort(stored["model.layers.0.mlp.down_proj.g_idx"], kind="stable")
     assert not np.array_equal(down, np.arange(160))
     decoded = load(folder, packed=False).linears
     gate_up = prepare_dense(linears["layers.0.gate_up_proj"]).tensors["weight_t"].T
     wanted = decoded["layers.0.gate_up_proj"].tensors["weight"][np.concatenate([down, 160 + down])]
+    wanted = wanted[:, orders["mlp.up_proj"]]
     np.testing.assert_array_equal(gate_up, wanted)
 
 

@@ -26,8 +26,9 @@ from engine.weights import LinearWeight
 Array = Any
 
 
-def all_ranks(tp: int, pp: int = 1) -> list[ParallelConfig]:
-    return [ParallelConfig(rank, tp, pp) for rank in range(tp * pp)]
+def all_ranks(tp: int, pp: int = 1, layers: tuple[int, ...] = ()) -> list[ParallelConfig]:
+    """layers: of each stage; (): as even as can be."""
+    return [ParallelConfig(rank, tp, pp, layers) for rank in range(tp * pp)]
 
 
 def decoding_ops() -> OpTable:
@@ -62,15 +63,24 @@ def in_rank_order(partials: Sequence[Array]) -> Array:
     return total.astype(partials[0].dtype)
 
 
-def ranks_as_one(folder: Path, ops: OpTable, prompts: Prompts, tp: int, pp: int = 1, **how: Any) -> ModelRunner:
+def ranks_as_one(
+    folder: Path,
+    ops: OpTable,
+    prompts: Prompts,
+    tp: int,
+    pp: int = 1,
+    layers: tuple[int, ...] = (),
+    **how: Any,
+) -> ModelRunner:
     """A runner whose pieces are those of all ranks, stage after stage; each rank has its weights and its cache.
 
-    how: as for make_runner.
+    layers: as for all_ranks. how: as for make_runner.
     """
     if tp * pp == 1:
         return make_runner(folder, ops, prompts, **how)
+    ranks = all_ranks(tp, pp, layers)
     stages = [
-        [make_runner(folder, ops, prompts, parallel=rank, **how) for rank in all_ranks(tp, pp) if rank.stage == stage]
+        [make_runner(folder, ops, prompts, parallel=rank, **how) for rank in ranks if rank.stage == stage]
         for stage in range(pp)
     ]
     whole = make_runner(folder, ops, prompts, **how)

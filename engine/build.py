@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.about import about
 from engine.admission import Limits
@@ -35,7 +35,7 @@ from engine.memory_plan import MemoryPlan
 from engine.model_config.read import summary
 from engine.models.model import Model
 from engine.models.registry import ARCHITECTURES
-from engine.rank_checks import check_room, check_same
+from engine.rank_checks import check_room, check_same, share_layers
 from engine.rope_table import RopeTable
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
@@ -165,9 +165,22 @@ def _find(config: EngineConfig, ranks: Ranks, problems: Sequence[str]) -> _Found
             problems = (*problems, str(error))
     ranks.agree(problems, "looking at the model")
     assert found is not None, "or there was a problem"
-    if ranks.size > 1:
-        check_same(config, ranks, found.source, found.backend)
-    return found
+    if ranks.size == 1:
+        return found
+    check_same(config, ranks, found.source, found.parallel, found.backend)
+    return found if config.split == "even" else _by_memory(config, ranks, found)
+
+
+def _by_memory(config: EngineConfig, ranks: Ranks, found: _Found) -> _Found:
+    """With other layers; backends are the same for any. Raises ConfigError where a rank has no room for its own."""
+    parallel = share_layers(ranks, found.model_config, found.parallel, found.backend)
+    problems = []
+    try:
+        check_room(config, found.model_config, parallel, found.backend)
+    except ConfigError as error:
+        problems.append(str(error))
+    ranks.agree(problems, "looking for room")
+    return replace(found, parallel=parallel)
 
 
 def _find_alone(config: EngineConfig, ranks: Ranks) -> _Found:
@@ -184,7 +197,8 @@ def _find_alone(config: EngineConfig, ranks: Ranks) -> _Found:
     place = Place(ranks.host_rank, len(ranks.host_ranks))
     backend = make_backend(config, rank_config(model_config, parallel), place)
     logger.info("%s", backend.description)
-    check_room(config, model_config, parallel, backend)
+    if config.split == "even" or ranks.size == 1:
+        check_room(config, model_config, parallel, backend)
     return _Found(source, model_config, max_model_len, parallel, backend, config.step_limits(backend.limits))
 
 

@@ -16,11 +16,19 @@ def choose_split(
 
     What is asked for, if it makes that many. Of what is left open, the most ranks that can share a layer, since they
     shorten each token's time, where stages do not; but a layer is never shared between hosts, whose links are slow.
+    With --split memory and nothing else, each rank is a stage.
 
     Raises:
         ConfigError: no split of so many ranks is possible, or not the one that is asked for; says which are.
     """
     tp, pp = config.tensor_parallel_size, config.pipeline_parallel_size
+    if config.split == "memory" and num_ranks > 1:
+        tp = 1 if tp is None and pp is None else tp
+        if pp == 1 or tp == num_ranks:
+            raise ConfigError(
+                "--split memory: shares layers out among stages, and there is but one; give --pipeline-parallel-size 2 "
+                "or more, or leave out --split"
+            )
     fixed = (tp or 1) * (pp or 1)
     if (tp is not None and pp is not None and fixed != num_ranks) or num_ranks % fixed:
         asked = " × ".join(

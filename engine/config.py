@@ -13,8 +13,9 @@ from engine.coded_kv import KVKind
 from ref.quant.scheme_config import QuantConfig
 
 CudaArch = Literal["auto", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
-AllReduce = Literal["auto", "float32", "bfloat16", "int8", "int8-plain", "window", "peer", "nccl"]
+AllReduce = Literal["auto", "float32", "bfloat16", "int8", "int8-plain", "window", "peer", "islands", "nccl"]
 DualStream = Literal["auto", "on", "off"]
+Split = Literal["even", "memory"]
 CUDA_ARCHES = get_args(CudaArch)
 RopeKind = Literal["none", "default", "linear", "dynamic", "ntk_alpha", "llama3", "yarn", "longrope"]
 
@@ -160,6 +161,7 @@ class ParallelConfig:
     rank: int = 0
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    layers_of_stages: tuple[int, ...] = ()  # how many each has; (): as even as can be
 
     @property
     def world_size(self) -> int:
@@ -218,6 +220,7 @@ class EngineConfig:
     shutdown_grace_s: float = 5.0
     tensor_parallel_size: int | None = None  # ranks that share each layer; None: chosen for the ranks there are
     pipeline_parallel_size: int | None = None  # stages, each with a run of layers; None: as above
+    split: Split = "even"  # of layers among stages; memory: in proportion to what is free there
     check_ranks: bool = False  # compare what ranks compute after every step
     # what ranks send to add up (bfloat16, float32: of a CPU), or the way that it goes (of GPUs)
     allreduce: AllReduce = "auto"
@@ -241,7 +244,17 @@ class EngineConfig:
         found: list[tuple[str, str]] = []
         for name, low, high in _INT_RANGES:
             found += _int_problem(name, getattr(self, name), low, high)
-        named = "device", "cuda_arch", "dtype", "kv_cache_dtype", "w4a8", "load_format", "allreduce", "dual_stream"
+        named = (
+            "device",
+            "cuda_arch",
+            "dtype",
+            "kv_cache_dtype",
+            "w4a8",
+            "load_format",
+            "split",
+            "allreduce",
+            "dual_stream",
+        )
         for name in named:
             choices = get_args(get_type_hints(EngineConfig)[name])
             if getattr(self, name) not in choices:

@@ -125,13 +125,20 @@ OPTIONS = (
         ("-pp", "--pipeline-parallel"),
     ),
     Option("check_ranks", switch, "compare what ranks compute after every step, for hunting faults; slow"),
-    Option("split", text, "how uneven cards share the model", instead="the model runs on one rank"),
+    Option(
+        "split",
+        text,
+        "how stages share the layers: evenly, or each as many as its ranks have free memory for, which may then be of "
+        "different kinds; memory with no sizes given makes each rank a stage",
+        metavar="even|memory",
+    ),
     Option(
         "allreduce",
         text,
         "what ranks send each other when they add up: auto is exact; int8 and int8-plain where it is quicker; of CPUs "
-        "float32 or bfloat16; of GPUs one of the ways that are measured at start: the host's window, peer memory, NCCL",
-        metavar="auto|float32|bfloat16|int8|int8-plain|window|peer|nccl",
+        "float32 or bfloat16; of GPUs one of the ways that are measured at start: the host's window, peer memory, both "
+        "over islands, NCCL",
+        metavar="auto|float32|bfloat16|int8|int8-plain|window|peer|islands|nccl",
     ),
     Option(
         "dual_stream",

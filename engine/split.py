@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from engine.config import ModelConfig, ParallelConfig
 from engine.errors import ConfigError
@@ -46,8 +47,8 @@ def rank_config(config: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
     if parallel.world_size == 1:
         return config
     check_parallel(config, parallel)
-    num_stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
-    config = replace(config, stage_layers=split_ranges(config.n_layers, num_stages)[parallel.stage])
+    tp = parallel.tensor_parallel_size
+    config = replace(config, stage_layers=_stages(config.n_layers, parallel)[parallel.stage])
     if tp == 1:
         return config
     shares = _shares(config, _units(config), parallel)
@@ -67,6 +68,15 @@ def rank_config(config: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
         moe=moe,
         vocab_first=parallel.tp_rank * _vocab_rows(num_embeddings, tp, shares.vocab_unit),
     )
+
+
+def _stages(num_layers: int, parallel: ParallelConfig) -> list[range]:
+    """The layers of each stage."""
+    if not parallel.layers_of_stages:
+        return split_ranges(num_layers, parallel.pipeline_parallel_size)
+    assert sum(parallel.layers_of_stages) == num_layers, "each layer is on one stage"
+    bounds = [0, *accumulate(parallel.layers_of_stages)]
+    return [range(*pair) for pair in pairwise(bounds)]
 
 
 def rank_weights(weight_map: WeightMap, config: ModelConfig, parallel: ParallelConfig) -> WeightMap:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.checkpoint.quantized_cuts import SPREAD
@@ -103,3 +104,27 @@ def split_units(size: int, tp: int, unit: int) -> list[range]:
         smaller = [math.lcm(unit, even) for even in SMALLER]
         run = next((one for one in smaller if -(-size // one) >= tp), unit)
     return split_ranges(size, tp, run)
+
+
+def layers_by_room(num_layers: int, room: Sequence[int]) -> tuple[int, ...]:
+    """Layers of each stage, by number, at least one each: shares in proportion to room, rounded by largest remainders,
+    the first of equal ones first. Room for weights is room for the KV cache too, as every layer has the same of it.
+
+    Args:
+        num_layers: as many as there are stages, or more.
+        room: bytes that each stage has for layers, behind all else that it holds (embedding, head); below 0 is none.
+    """
+    weights = [max(bytes_free, 0) for bytes_free in room]
+    total = sum(weights)
+    if total == 0:
+        return tuple(split_sizes(num_layers, len(room)))
+    shares = [divmod(num_layers * weight, total) for weight in weights]
+    counts = [count for count, _ in shares]
+    by_remainder = sorted(range(len(room)), key=lambda stage: (-shares[stage][1], stage))
+    for stage in by_remainder[: num_layers - sum(counts)]:
+        counts[stage] += 1
+    while 0 in counts:
+        giver = max(range(len(room)), key=lambda stage: (counts[stage], -weights[stage]))
+        counts[giver] -= 1
+        counts[counts.index(0)] += 1
+    return tuple(counts)

@@ -47,10 +47,15 @@ class Backend(Protocol):
     limits: StepLimits  # unless the user says others
     overlaps: bool  # a step may be launched while the one before still runs
     description: str  # for the log: device, type of the weights
-    kind: str  # the same for all ranks of a job, whose numbers then are the same
+    kind: str  # of machine: with one of its own, the ranks of a stage have the same bits
+    numbers: str  # the type of activations, which ranks send each other
 
     def room(self, weight_map: WeightMap) -> Room | None:
         """What these weights would need, and what is free now; None: where memory is not kept apart for them."""
+        ...
+
+    def free_beside(self, weight_map: WeightMap) -> int:
+        """Bytes that are free now, for this rank, if these weights were there; below 0: they would not fit."""
         ...
 
     def make_comm(

@@ -20,14 +20,14 @@ from engine.errors import ConfigError
 from engine.forward import EagerForward, Forward
 from engine.halves import Halving
 from engine.kv_cache import KVCache, KVSwap, make_kv_cache
-from engine.memory import plan_memory
+from engine.memory import FLOAT32, plan_memory
 from engine.memory_plan import MemoryPlan
 from engine.models.model import Model
 from engine.ops import cpu_ops
 from engine.rope_table import RopeTable
 from engine.runner import ModelRunner
-from engine.system import usable_cores
-from engine.weights import WeightMap, Weights
+from engine.system import available_memory, usable_cores
+from engine.weights import WeightMap, Weights, weight_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +53,13 @@ class CpuBackend:
         self.overlaps = False
         self.description = f"device cpu, float32, {num_threads} threads"
         self.kind = "a CPU in float32"
+        self.numbers = "float32"
 
     def room(self, weight_map: WeightMap) -> Room | None:
         return None
+
+    def free_beside(self, weight_map: WeightMap) -> int:
+        return available_memory() // self._place.count - weight_bytes(weight_map, FLOAT32)
 
     def make_comm(
         self, world: MpiComm | None, parallel: ParallelConfig, model_config: ModelConfig, config: EngineConfig

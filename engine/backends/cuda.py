@@ -89,15 +89,20 @@ class CudaBackend:
         properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
         self._name = properties["name"].decode()
         self.kind = f"{self._name} ({self._gpu.arch}) in {self._dtype}"
+        self.numbers = str(self._dtype)
         self.description = (
             f"device cuda: {self._name} ({self._gpu.arch}, {properties['totalGlobalMem'] / 1e9:,.0f} GB), {self._dtype}"
             + (f", KV cache in {self._kv_codes}" if self._kv_codes else "")
         )
 
-    def room(self, weight_map: WeightMap) -> Room | None:
+    def room(self, weight_map: WeightMap) -> Room:
         device = cupy.cuda.Device()
         free, total = device.mem_info
         return Room(weight_bytes(keep_packed(weight_map), self._dtype.itemsize), free, total, f"GPU {device.id}")
+
+    def free_beside(self, weight_map: WeightMap) -> int:
+        room = self.room(weight_map)
+        return room.free - room.needed
 
     def make_comm(
         self, world: MpiComm | None, parallel: ParallelConfig, model_config: ModelConfig, config: EngineConfig

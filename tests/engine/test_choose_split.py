@@ -26,8 +26,8 @@ MODEL = ModelConfig(
 STARTER = replace(MODEL, n_heads=9, n_kv_heads=3, n_layers=30)
 
 
-def choose(num_ranks: int, tp: int | None = None, pp: int | None = None, per_host: int = 8, model=MODEL):  # type: ignore[no-untyped-def]
-    config = EngineConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
+def choose(num_ranks: int, tp: int | None = None, pp: int | None = None, per_host: int = 8, model=MODEL, split="even"):  # type: ignore[no-untyped-def]
+    config = EngineConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp, split=split)
     return choose_split(config, model, num_ranks, per_host)
 
 
@@ -53,6 +53,19 @@ def test_what_cannot_share_layers_becomes_stages() -> None:
     tp, pp, why = choose(12, per_host=12)
     assert (tp, pp) == (6, 2)
     assert "not TP 12 × PP 1" in why
+
+
+def test_by_memory_each_rank_is_a_stage_or_what_is_asked_for() -> None:
+    assert choose(3, split="memory")[:2] == (1, 3)
+    assert choose(4, 2, split="memory")[:2] == (2, 2)
+    assert choose(4, None, 2, split="memory")[:2] == (2, 2)
+    assert choose(1, split="memory")[:2] == (1, 1)
+
+
+@pytest.mark.parametrize("asked", [(4, None), (None, 1), (4, 1)])
+def test_one_stage_has_nothing_to_share_out(asked: tuple[int | None, int | None]) -> None:
+    with pytest.raises(ConfigError, match="--split memory: shares layers out among stages, and there is but one"):
+        choose(4, *asked, split="memory")
 
 
 def test_hosts_do_not_share_layers() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +17,10 @@ from engine.backends.backend import Room
 from engine.checkpoint.loader import load_model_config, load_weights
 from engine.checkpoint.source import resolve
 from engine.comm.ranks import Ranks
-from engine.config import EngineConfig, ParallelConfig
+from engine.config import EngineConfig, ParallelConfig, Split
 from engine.errors import ConfigError
 from engine.models.registry import ARCHITECTURES
-from engine.rank_checks import check_room, check_same
+from engine.rank_checks import check_room, check_same, share_layers
 from engine.split import rank_weights
 from engine.weights import Coded, Packed, WeightMap, weight_bytes
 
@@ -46,33 +48,98 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def backend(free: int = 0, total: int = 0, kind: str = KIND) -> Any:
     return SimpleNamespace(
-        kind=kind, room=lambda weight_map: Room(weight_bytes(weight_map, 2), free, total, "GPU 3") if total else None
+        kind=kind,
+        numbers=kind.rpartition(" ")[2],
+        room=lambda weight_map: Room(weight_bytes(weight_map, 2), free, total, "GPU 3") if total else None,
+        free_beside=lambda weight_map: free - weight_bytes(weight_map, 2),
     )
 
 
-def compared(folder: Path, kind: str) -> str:
-    """What is said of a rank, when rank 0 has a backend of another kind."""
-    ranks, source, config = TwoRanks(rank=1, size=2), resolve(str(folder)), EngineConfig()
-    found: list[Any] = []
-    TwoRanks.first = None
-    ranks_of_0 = SimpleNamespace(gather=lambda value, what: found.append(value) or [value], agree=lambda *_: None)
-    check_same(config, ranks_of_0, source, backend())  # type: ignore[arg-type]
-    TwoRanks.first = found[0]
-    try:
-        check_same(config, ranks, source, backend(kind=kind))
-    except ConfigError as error:
-        return str(error)
+H200, A100 = KIND, "A100 (sm_80) in bfloat16"
+
+
+def compared(folder: Path, kinds: Sequence[str], tp: int = 2, split: Split = "even") -> str:
+    """What the last rank says of itself, where ranks compute with these."""
+    source, config = resolve(str(folder)), EngineConfig(split=split)
+    everyone: list[Any] = []
+    for rank, kind in enumerate(kinds):
+        parallel = ParallelConfig(rank, tp, len(kinds) // tp)
+        ranks = SimpleNamespace(gather=lambda value, what: everyone.append(value) or everyone, agree=lambda *_: None)
+        if rank == len(kinds) - 1:
+            ranks.agree = TwoRanks().agree
+        try:
+            check_same(config, ranks, source, parallel, backend(kind=kind))  # type: ignore[arg-type]
+        except ConfigError as error:
+            return str(error)
     return ""
 
 
 def test_ranks_of_one_kind_agree(folder: Path) -> None:
-    assert compared(folder, KIND) == ""
+    assert compared(folder, [H200, H200]) == ""
+    assert compared(folder, [H200, H200], split="memory", tp=1) == ""
 
 
-def test_a_gpu_of_another_kind_is_refused_by_name(folder: Path) -> None:
-    said = compared(folder, "A100 (sm_80) in bfloat16")
-    assert "it computes with A100 (sm_80) in bfloat16, and rank 0 with H200 (sm_90) in bfloat16" in said
+@pytest.mark.parametrize(
+    ("kinds", "would_do"),
+    [
+        ([H200, A100], "--tensor-parallel-size 1 --pipeline-parallel-size 2"),
+        ([H200, H200, A100, A100], "--tensor-parallel-size 2 --pipeline-parallel-size 2"),
+        ([A100, H200, H200, A100], "--tensor-parallel-size 1 --pipeline-parallel-size 4"),
+        ([H200] * 4 + [A100] * 2, "--tensor-parallel-size 2 --pipeline-parallel-size 3"),
+    ],
+)
+def test_gpus_of_different_kinds_are_refused_with_what_would_do(folder: Path, kinds: list[str], would_do: str) -> None:
+    said = compared(folder, kinds, tp=len(kinds))
+    last, first = kinds[-1], kinds[0]
+    if last == first:
+        assert said == "", "rank 1 says it"
+        return
+    assert f"it computes with {last}, and rank 0 with {first}" in said
     assert "CUDA_VISIBLE_DEVICES" in said
+    assert said.endswith(f"layers of its own: --split memory {would_do}")
+
+
+def test_stages_may_have_gpus_of_different_kinds_but_not_a_stage(folder: Path) -> None:
+    assert compared(folder, [H200, A100], tp=1, split="memory") == ""
+    assert compared(folder, [H200, H200, A100, A100], tp=2, split="memory") == ""
+    said = compared(folder, [H200, H200, H200, A100], tp=2, split="memory")
+    assert f"it computes with {A100}, and rank 2 with {H200}" in said
+
+
+def test_other_types_are_refused_for_stages_too(folder: Path) -> None:
+    said = compared(folder, [H200, "a CPU in float32"], tp=1, split="memory")
+    assert "rank 0 with H200 (sm_90) in bfloat16: what ranks send each other must be of one type" in said
+
+
+def test_layers_are_shared_out_by_what_is_free_beside_all_else(folder: Path) -> None:
+    """4 layers, and an embedding and a head of some bytes each: of a stage the rank that has least counts."""
+    config = load_model_config(resolve(str(folder)))
+    first, last = (rank_weights(whole(folder), config, ParallelConfig(rank, 2, 2)) for rank in (2, 0))
+    embedding, head = (
+        weight_bytes(
+            replace(
+                part,
+                linears=tuple(spec for spec in part.linears if spec.dest == "lm_head"),
+                arrays=tuple(spec for spec in part.arrays if spec.dest in ("embed_tokens", "norm")),
+            ),
+            2,
+        )
+        for part in (first, last)
+    )
+    free = {0: head + 5 * MB, 1: head + MB, 2: embedding + 3 * MB, 3: embedding + 9 * MB}
+    everyone: list[Any] = []
+    for rank, num_bytes in free.items():
+        ranks = SimpleNamespace(gather=lambda value, what: everyone.append(value) or everyone)
+        parallel = ParallelConfig(rank, 2, 2)
+        if rank < 3:  # not all are there yet
+            stage = 1 - rank // 2
+            with contextlib.suppress(ValueError):
+                share_layers(ranks, config, parallel, backend(num_bytes))  # type: ignore[arg-type]
+            assert everyone[-1][0] == stage
+        else:
+            found = share_layers(ranks, config, parallel, backend(num_bytes))  # type: ignore[arg-type]
+    assert [num_bytes for _, num_bytes in everyone] == [5 * MB, MB, 3 * MB, 9 * MB]
+    assert found == ParallelConfig(3, 2, 2, (3, 1))
 
 
 def whole(folder: Path) -> WeightMap:

@@ -9,7 +9,7 @@ import pytest
 from conformance.engine_run import make_runner, run_chunks
 from conformance.golden_families import FAMILY_GOLDENS, family_model, family_prompts
 from conformance.golden_formats import FORMAT_FAMILIES, FORMATS, GROUP, Format, format_folder, grouped
-from conformance.golden_models import GOLDENS, Config, golden_model, random_ids, write_stored
+from conformance.golden_models import GOLDENS, Config, golden_model, rand_model, random_ids, write_stored
 from conformance.split_ranks import all_ranks, decoding_ops, ranks_as_one
 from engine.checkpoint import quantized_folder, quantized_words, store, stored_tensor, stored_words
 from engine.checkpoint.loader import load_model_config, load_weights
@@ -22,7 +22,7 @@ from engine.config import ParallelConfig
 from engine.models.registry import ARCHITECTURES
 from engine.ops import cpu_ops
 from engine.packed4 import PACKED, PACKED_GATED, Layout, word_shapes
-from engine.split import rank_weights
+from engine.split import rank_config, rank_weights
 from engine.weights import Weights
 from ref.quant.awq import awq_pack
 from ref.quant.compressed_tensors import ct_pack
@@ -34,10 +34,12 @@ CHUNKS = (3, 17)  # of two prompts: a step of both, then decodes beside chunks
 TOLERANCE = 1e-5
 
 
-def assert_as_one_rank(folder: Path, prompts: list[list[int]], tp: int, pp: int, packed: bool = False) -> None:
+def assert_as_one_rank(
+    folder: Path, prompts: list[list[int]], tp: int, pp: int, packed: bool = False, layers: tuple[int, ...] = ()
+) -> None:
     expected = run_chunks(make_runner(folder, OPS, prompts), prompts, CHUNKS)
     ops = decoding_ops() if packed else OPS
-    found = run_chunks(ranks_as_one(folder, ops, prompts, tp, pp, packed=packed), prompts, CHUNKS)
+    found = run_chunks(ranks_as_one(folder, ops, prompts, tp, pp, layers, packed=packed), prompts, CHUNKS)
     for one, other in zip(expected, found, strict=True):
         assert one.shape == other.shape
         np.testing.assert_allclose(other, one, rtol=0, atol=TOLERANCE * max(1, np.abs(one).max()))
@@ -49,6 +51,22 @@ def test_logits_are_those_of_one_rank(tmp_path: Path, name: str, tp: int, pp: in
     """DST-05: heads cut, KV heads copied where ranks outnumber them; latents, experts, biases by row and by column."""
     folder = (family_model if name in FAMILY_GOLDENS else golden_model)(tmp_path, name)
     assert_as_one_rank(folder, family_prompts("qwen2"), tp, pp)
+
+
+@pytest.mark.parametrize(("tp", "layers"), [(1, (4, 1)), (1, (1, 1, 3)), (2, (2, 3))])
+def test_stages_of_other_sizes(tmp_path: Path, tp: int, layers: tuple[int, ...]) -> None:
+    """--split memory: where GPUs are of different kinds."""
+    folder = rand_model(tmp_path, num_hidden_layers=5)
+    assert_as_one_rank(folder, family_prompts("qwen2"), tp, len(layers), layers=layers)
+    parts = [rank_config(load_model_config(resolve(str(folder))), one) for one in all_ranks(tp, len(layers), layers)]
+    assert {len(part.layers) for part in parts} == set(layers)
+
+
+@pytest.mark.parametrize("layers", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("name", ["llama2", "qwen2_moe", "qwen2_window"])
+def test_stages_of_other_sizes_of_families(tmp_path: Path, name: str, layers: tuple[int, ...]) -> None:
+    folder = (family_model if name in FAMILY_GOLDENS else golden_model)(tmp_path, name)
+    assert_as_one_rank(folder, family_prompts("qwen2"), 1, 2, layers=layers)
 
 
 UNLIKE = ("bf16", "gptq_8bit", "ct_int8_smooth")  # decoded; or with outliers, which make roundings of sums larger

@@ -4,6 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from conformance.engine_run import make_runner, run_chunks
 from conformance.gguf_models import write_gguf
@@ -19,7 +21,7 @@ from engine.errors import ConfigError
 from engine.models.registry import ARCHITECTURES
 from engine.ops import cpu_ops
 from engine.split import rank_config, rank_weights, with_row_splits
-from engine.split_sizes import split_units
+from engine.split_sizes import layers_by_room, split_units
 from engine.weights import WeightMap
 from tests.engine.test_split import assert_as_one_rank, format_config
 
@@ -268,3 +270,35 @@ def test_formats_are_known_before_a_file_is_opened(tmp_path: Path, name: str) ->
         kept = [{spec.dest: (spec.packed, spec.coded) for spec in one.linears} for one in (alone, given)]
         assert kept[0] == kept[1]
         assert any(packed or coded for packed, coded in kept[0].values())
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "room", "expected"),
+    [
+        (80, [80, 40], (53, 27)),  # 53.3 and 26.7
+        (10, [1, 1, 1], (4, 3, 3)),
+        (7, [5, 5], (4, 3)),
+        (10, [25, 25, 50], (3, 2, 5)),  # 2.5, 2.5, 5: the first of equal remainders
+        (4, [0, 100], (1, 3)),
+        (4, [-7, 100, -9], (1, 2, 1)),
+        (5, [0, 0], (3, 2)),
+        (3, [1, 1000, 1], (1, 1, 1)),
+    ],
+)
+def test_layers_by_room(num_layers: int, room: list[int], expected: tuple[int, ...]) -> None:
+    assert layers_by_room(num_layers, room) == expected
+
+
+@given(st.lists(st.integers(-(10**12), 10**12), min_size=1, max_size=8), st.integers(0, 100))
+def test_layers_by_room_leave_none_out(room: list[int], more: int) -> None:
+    """All layers, at least one each; a stage with more room has no fewer; where all have one by right, each has its
+    share but for a part of a layer."""
+    num_layers = len(room) + more
+    counts = layers_by_room(num_layers, room)
+    assert (sum(counts), len(counts)) == (num_layers, len(room))
+    assert min(counts) >= 1
+    pairs = [(count, max(num_bytes, 0)) for count, num_bytes in zip(counts, room, strict=True)]
+    assert all(a >= b for a, x in pairs for b, y in pairs if x > y)
+    shares = [num_layers * num_bytes / max(sum(x for _, x in pairs), 1) for _, num_bytes in pairs]
+    if min(shares) >= 1:
+        assert all(abs(count - share) < 1.001 for count, share in zip(counts, shares, strict=True))

@@ -239,6 +239,15 @@ def test_every_test_in_the_works_table_exists() -> None:
                 assert re.search(rf"^\s*(async )?(def|class) {name}\b", (ROOT / path).read_text(), re.M), test
 
 
+def test_the_table_of_cases_has_those_that_are_tested() -> None:
+    """tests/README.md says what DST-05 and its like stand for."""
+    told = set(re.findall(r"^\| ([A-Z]{3}-\d\d) \|", (ROOT / "tests/README.md").read_text(), re.M))
+    files = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "conformance").rglob("*.py")]
+    areas = "|".join(sorted({code[:3] for code in told}))
+    named = {code for file in files for code in re.findall(rf"\b(?:{areas})-\d\d\b", file.read_text())}
+    assert told == named
+
+
 def test_no_large_file_is_in_the_tree() -> None:
     large = {str(path.relative_to(ROOT)): size for path in tracked() if (size := path.stat().st_size) > MAX_FILE_BYTES}
     assert large == {}, f"over {MAX_FILE_BYTES} bytes"

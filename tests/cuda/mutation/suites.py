@@ -18,7 +18,15 @@ from engine.cpu import sampling as cpu_sampling
 from engine.kernels.device import Instance
 from engine.kernels.table import kernel_ops
 from tests.conformance.test_kernel_cases import HOST, is_slow
-from tests.cuda import test_linear, test_linear_w8, test_repack4, test_sampling
+from tests.cuda import (
+    test_all_reduce,
+    test_all_reduce_pair,
+    test_all_reduce_pieces,
+    test_linear,
+    test_linear_w8,
+    test_repack4,
+    test_sampling,
+)
 from tests.cuda.edges import EDGES
 from tests.cuda.usual import usual
 
@@ -158,7 +166,26 @@ def _repack_tests(stem: str, folder: Path) -> str:
     return ""
 
 
+def _wait_tests(stem: str, folder: Path) -> str:
+    """Of test_all_reduce: waits in vain, which say so and end."""
+    machine = host_machine(test_all_reduce.few_cases(), folder=folder)
+    test_all_reduce.test_a_rank_that_is_waited_for_in_vain_is_named(machine)
+    test_all_reduce.test_who_waits_long_says_for_whom_again_and_again(machine)
+    test_all_reduce.test_an_alarm_ends_a_wait(machine)
+    return ""
+
+
+def _wait_in_pieces_tests(stem: str, folder: Path) -> str:
+    """The same for messages in pieces."""
+    module = {"all_reduce_pieces": test_all_reduce_pieces, "all_reduce_pair": test_all_reduce_pair}[stem]
+    module.test_a_rank_that_is_waited_for_in_vain_is_named(host_machine(module.few_cases(), folder=folder).ops)
+    return ""
+
+
 MORE: dict[str, Callable[[str, Path], str]] = {  # they may raise AssertionError or KernelFault instead
+    "all_reduce": _wait_tests,
+    "all_reduce_pair": _wait_in_pieces_tests,
+    "all_reduce_pieces": _wait_in_pieces_tests,
     "linear": _linear_tests,
     "linear_w8": _linear_w8_tests,
     "repack4": _repack_tests,

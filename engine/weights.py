@@ -205,6 +205,11 @@ class Norm:
     into: LinearWeight | None = None  # an rmsnorm's: the one layer that takes it, if that quantizes what it takes
     order: Array | None = None  # [hidden_size] uint16, an rmsnorm's: which element stands at each place; None: its own
 
+    @property
+    def is_plain(self) -> bool:
+        """An rmsnorm that gives what it computes as it is."""
+        return self.kind == "rmsnorm" and self.into is None and self.order is None
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:

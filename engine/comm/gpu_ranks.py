@@ -73,6 +73,10 @@ class GpuRanks:
     def reduce_add_norm(self, partial: Array, residual: Array, norm: Norm, which: StepSum) -> tuple[Array, Array]:
         if self._sums is None:
             return self._one.reduce_add_norm(partial, residual, norm, which)
+        if norm.is_plain:
+            both = self._sums.and_norm(partial, residual, norm.weight, norm.eps, which)
+            if both is not None:
+                return both
         residual = self._sums(partial, residual, which)
         return self._one.norm(residual, norm), residual
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.errors import ConfigError
 from engine.kernels import all_reduce_pair, all_reduce_pieces, int8_all_reduce
-from engine.kernels.all_reduce import all_reduce
+from engine.kernels.all_reduce import all_reduce, all_reduce_add_rmsnorm
 from engine.kernels.all_reduce_islands import all_reduce_islands
 from engine.kernels.carried import Carried
 from engine.kernels.channel import MAX_RANKS, Channel, Exchange
@@ -23,6 +23,8 @@ from engine.kernels.sum_parts import sum_parts
 Array = Any
 # (partial, residual or None, what is carried if anything is); the answer may be written over either of the first two
 Sum = Callable[[Array, Array | None, Carried | None], Array]
+# (partial, residual, weight and eps of an rmsnorm) → (normed, sum)
+Fused = Callable[[Array, Array, Array, float], tuple[Array, Array]]
 Gather = Callable[[Array], Array]  # an array of this rank, contiguous, → those of the others, [world_size − 1, …]
 
 INT8, NCCL, ISLANDS = "int8", "nccl", "islands"
@@ -40,6 +42,7 @@ class Way:
     most_bytes: int = 1 << 40
     least_bytes: int = 0  # with fewer it is of no use
     is_exact: bool = True
+    fused: Fused | None = None  # with a norm behind it, if its kernel can
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,7 @@ def ways_of(
     """
     found = []
     for name, channel in channels.items():
-        found.append(Way(name, _one_trip(channel, device), channel.most_bytes))
+        found.append(Way(name, _one_trip(channel, device), channel.most_bytes, fused=_normed(channel, device)))
         most = all_reduce_pair.most_packet_bytes(channel) if channel.world_size == 2 else channel.most_bytes
         found.append(Way(f"{name}-int8", _int8(channel, rotate, device), most, is_exact=False))
     for name, exchange in exchanges.items():
@@ -134,6 +137,10 @@ def kernels_of(
 
 def _one_trip(channel: Channel, device: Device) -> Sum:
     return lambda x, residual, carried: all_reduce(x, channel, residual, device=device)
+
+
+def _normed(channel: Channel, device: Device) -> Fused:
+    return lambda x, residual, weight, eps: all_reduce_add_rmsnorm(x, residual, weight, eps, channel, device=device)
 
 
 def _pieces(exchange: Exchange, device: Device) -> Sum:

@@ -74,6 +74,29 @@ def test_without_errors_nothing_is_carried() -> None:
     assert noted.said == [("window-int8", True, None)]
 
 
+def test_a_norm_is_fused_where_that_is_quicker() -> None:
+    """Up to the bytes that its way says; int8, and larger arrays, have a kernel of its own for the norm."""
+    noted = Noted()
+    exact = plans().exact
+    normed = np.ones((3, 32), np.float16)
+    ways = noted.ways | {
+        "window": Way("window", noted.ways["window"].sum, fused=lambda x, residual, weight, eps: (normed, residual))
+    }
+    sums = StageSums(ways, Plans(exact, exact, exact, exact), fused_bytes={"window": 192})
+    x, weight = np.zeros((3, 32), np.float16), np.ones(32, np.float16)
+    residual = x + np.float16(2)
+    both = sums.and_norm(x, residual, weight, 1e-5, MIDDLE)
+    assert both is not None
+    assert both[0] is normed
+    assert both[1] is residual
+    assert sums.and_norm(np.zeros((4, 32), np.float16), residual, weight, 1e-5, MIDDLE) is None
+    assert StageSums(ways, plans(), fused_bytes={"window": 192}).and_norm(x, residual, weight, 1e-5, MIDDLE) is None
+    carries = StageSums(ways, plans(), np.zeros((8, 32), CARRIED), {"window": 192})
+    assert carries.and_norm(x, residual, weight, 1e-5, MIDDLE) is None
+    assert carries.and_norm(x, residual, weight, 1e-5, LAST) is not None  # that one is exact
+    assert not noted.said
+
+
 def test_plans() -> None:
     trials = [Trial(name, KIB, us) for name, us in zip(NAMES, (5.0, 4.0, 7.0, 6.5), strict=True)]
     found = plans_of(trials, lambda way: True, 64)

@@ -19,6 +19,7 @@ from engine.kernels.channel import (
     alarm_words,
     make_channel,
     make_exchange,
+    make_islands,
     reports,
     slots_bytes,
 )
@@ -123,6 +124,31 @@ def make_exchanges(
             state=zeros(ops.device, STATE_WORDS, np.uint32),
             patience_s=patience_s or PATIENCE_S,
             has_owners=has_owners,
+        )
+        for rank in range(world_size)
+    ]
+    return Group(exchanges, alarm)
+
+
+def make_island_exchanges(
+    ops: RankedOps, world_size: int, island_size: int, slots: Slots, patience_s: float | None = None
+) -> Group:
+    """As make_exchanges, for islands: each rank is given the inboxes of its own alone."""
+    inbox_bytes, window_bytes = slots.island_bytes(island_size)
+    inboxes = [zeros(ops.device, inbox_bytes, np.uint8) for _ in range(world_size)]
+    whole = ops.window(world_size * window_bytes)
+    windows = [whole[rank * window_bytes : (rank + 1) * window_bytes] for rank in range(world_size)]
+    alarm = ops.window(4 * alarm_words(world_size)).view(np.uint32)
+    exchanges = [
+        make_islands(
+            rank,
+            world_size,
+            inboxes=inboxes[rank // island_size * island_size :][:island_size],
+            windows=windows,
+            state=zeros(ops.device, STATE_WORDS, np.uint32),
+            alarm=alarm,
+            slots=slots,
+            patience_s=patience_s or PATIENCE_S,
         )
         for rank in range(world_size)
     ]

@@ -11,7 +11,7 @@ from engine.system import nvidia_driver, versions
 
 # where it listens, and texts and folders of its machine: no time depends on them (keys have repr=False)
 UNSAID = ("model", "served_model_name", "host", "port", "root_path", "allowed_origins", "chat_template")
-ENVIRONMENT = ("NCCL_P2P_DISABLE",)  # variables that decide how ranks add up
+ENVIRONMENT = ("NCCL_P2P_DISABLE", "GLINT_ISLAND_SIZE")  # variables that decide how ranks add up
 
 
 def about(config: EngineConfig, parallel: ParallelConfig, device: str) -> dict[str, Any]:

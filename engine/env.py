@@ -21,6 +21,7 @@ class Environment:
 
     log_level: str = "INFO"
     api_key: tuple[str, ...] = ()
+    island_size: int = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,16 @@ def _keys(value: str) -> tuple[str, ...]:
     return keys
 
 
+def _count(value: str) -> int:
+    if not value.isdigit() or int(value) < 1:
+        raise ValueError(f"is {value!r}; it must be a number from 1 on")
+    return int(value)
+
+
 VARIABLES = (
     Variable("GLINT_LOG_LEVEL", "log_level", _log_level, "DEBUG, INFO (the default), WARNING or ERROR"),
     Variable("GLINT_API_KEY", "api_key", _keys, "keys with commas between them, if no --api-key is given"),
+    Variable("GLINT_ISLAND_SIZE", "island_size", _count, "GPUs that reach each other's memory; by default all"),
 )
 
 

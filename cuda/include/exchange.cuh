@@ -29,19 +29,25 @@ __device__ __forceinline__ unsigned long long flag_of(unsigned number, int step)
   return static_cast<unsigned long long>(number) << 32 | static_cast<unsigned>(step + 1);
 }
 
-// All threads of a block: until every other rank has announced its chunk, or a later one, in this slot of its area, or
-// patience is over.
-template <int kWorld>
-__device__ __forceinline__ void await(const Exchange& exchange, const char* const (&areas)[kMaxRanks], index_t slot,
-                                      unsigned number, int step, Patience& patience) {
-  const int peer = static_cast<int>(threadIdx.x);
-  if (peer < kWorld && peer != exchange.rank) {
+// All threads of a block, each with a rank that it waits for, or below 0 none: until those have announced their chunk, or a later
+// one, in this slot of their areas, or patience is over.
+__device__ __forceinline__ void await(const Exchange& exchange, const char* const (&areas)[kMaxRanks], int peer,
+                                      index_t slot, unsigned number, int step, Patience& patience) {
+  if (peer >= 0) {
     const auto* const flag = reinterpret_cast<const unsigned long long*>(areas[peer] + slot + exchange.slot_bytes);
     while (static_cast<long long>(load_acquire(flag) - flag_of(number, step)) < 0 &&
            patience.lasts(exchange, number, peer)) {
     }
   }
   __syncthreads();
+}
+
+// The same for every other rank.
+template <int kWorld>
+__device__ __forceinline__ void await(const Exchange& exchange, const char* const (&areas)[kMaxRanks], index_t slot,
+                                      unsigned number, int step, Patience& patience) {
+  const int peer = static_cast<int>(threadIdx.x);
+  await(exchange, areas, peer < kWorld && peer != exchange.rank ? peer : -1, slot, number, step, patience);
 }
 
 // One thread, behind a barrier: what the block has written can be read, and what it has read can be written over.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +17,15 @@ from engine.errors import EngineDeadError
 from engine.kernels.channel import Report, last_wait, reports
 
 FRESH_S = 0.3  # kernels that wait say so again sooner
-WINDOW, PEER, WINDOW_PIECES, PEER_PIECES, ROWS = range(5)  # what kernels of a group wait on
+WINDOW, PEER, WINDOW_PIECES, PEER_PIECES, ISLANDS, ROWS = range(6)  # what kernels of a group wait on
 NUM_LINKS = 8
+COPIES = NUM_LINKS - 1  # what streams wait on: engine.comm.copy_watch
 _SUMS = (
     "the sum {} through the window",
     "the sum {} through peer memory",
     "the sum {} in pieces through the window",
     "the sum {} in pieces through peer memory",
+    "the sum {} over islands",
 )
 
 
@@ -34,6 +37,8 @@ def link_id(group: int, link: int) -> int:
 def name_of(link: int, number: int) -> str:
     """The collective of this number, counted from the start, on a link by its link_id."""
     group, kind = divmod(link, NUM_LINKS)
+    if kind == COPIES:
+        return "copies through the window"
     if kind < len(_SUMS):
         return _SUMS[kind].format(number)
     return f"the hand-over {number} between stages" if group else f"the gathering {number} of rows"
@@ -87,10 +92,22 @@ class Alarm:
         return GpuWait(self._members[found.peer], found.channel, found.number, found.milliseconds / 1e3)
 
 
-class Alarms:
-    """All that a rank's kernels wait on."""
+class Watched(Protocol):
+    """What a rank's GPU waits on. See Alarm."""
 
-    def __init__(self, alarms: Sequence[Alarm] = ()) -> None:
+    @property
+    def problem(self) -> str: ...
+
+    @property
+    def wait(self) -> GpuWait | None: ...
+
+    def give(self) -> None: ...
+
+
+class Alarms:
+    """All that a rank's GPU waits on."""
+
+    def __init__(self, alarms: Sequence[Watched] = ()) -> None:
         self._alarms = alarms
 
     def check(self) -> None:

@@ -12,11 +12,12 @@ import cupy
 import ml_dtypes
 import numpy as np
 
+from engine.comm.islands import largest_island
 from engine.comm.links import Links
 from engine.comm.nccl import Nccl
 from engine.comm.planner import measure
 from engine.comm.ranks import Ranks
-from engine.comm.ways import Trial, kernels_of, may_use_peer, ways_of
+from engine.comm.ways import Trial, kernels_of, ways_of
 from engine.errors import ConfigError
 from engine.kernels.gpu import Gpu
 from engine.system import cache_dir
@@ -37,7 +38,7 @@ def time_ways(ranks: Ranks, sizes: Sequence[int]) -> tuple[dict[str, Any], list[
     cupy.cuda.Stream(non_blocking=True).use()
     gpu = Gpu(cache_dir() / "kernels")
     meeting: Any = ranks.world
-    links = Links(meeting, has_peer=may_use_peer(os.environ), max_blocks=min(64, gpu.num_sms))
+    links = Links(meeting, largest_island=largest_island(os.environ), max_blocks=min(64, gpu.num_sms))
     nccl, why, dtype = None, "", np.dtype(ml_dtypes.bfloat16)
     try:
         nccl = Nccl(meeting)
@@ -46,8 +47,8 @@ def time_ways(ranks: Ranks, sizes: Sequence[int]) -> tuple[dict[str, Any], list[
     assert links.copies is not None, "as is usual"
     add_up = None if nccl is None else nccl.all_reduce
     gather = partial(links.copies.gather, device=gpu)
-    ways = ways_of(links.channels, links.exchanges, add_up, gpu, gather=gather)
-    gpu.prepare(kernels_of(links.channels, links.exchanges, dtype), progress=False)
+    ways = ways_of(links.channels, links.exchanges, add_up, gpu, gather=gather, islands=links.islands)
+    gpu.prepare(kernels_of(links.channels, links.exchanges, dtype, islands=links.islands), progress=False)
     begin = time.perf_counter()
     trials = measure(links, ways, dtype, sizes)
     seconds = time.perf_counter() - begin
@@ -59,6 +60,7 @@ def time_ways(ranks: Ranks, sizes: Sequence[int]) -> tuple[dict[str, Any], list[
         "gpu": cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode(),
         "cuda": cupy.cuda.runtime.driverGetVersion(),
         "has_peer": len(links.channels) > 1,
+        "island_size": links.island_size,
         "nccl": why,  # is missing
         "seconds": seconds,
     }

@@ -6,12 +6,15 @@ all; a copy needs none. Streams wait for words in the window by operations of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import cupy
+import numpy as np
 from cuda.bindings import driver
 
 from engine.comm.copy_order import NUM_LANES, NUM_PLACES, PLACE_BYTES, Piece, cut, exchange
+from engine.comm.copy_watch import CopyWatch
 from engine.comm.host_window import HostWindow
 from engine.comm.meeting import Meeting
 from engine.kernels.device import Device
@@ -53,6 +56,11 @@ class Copies:
             ended.record(stream)
             caller.wait_event(ended)
         return others
+
+    def watch(self, members: Sequence[int]) -> CopyWatch:
+        """members: the ranks of the group, among all of the job."""
+        words = self._window.host[: 4 * self.size * self.size * NUM_PLACES].view(np.uint32)
+        return CopyWatch(words.reshape(self.size, self.size, NUM_PLACES), self.rank, members)
 
     def word(self, sender: int, receiver: int, place: int) -> int:
         """Its address for the GPU."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from engine.comm.alarm import Alarm, Alarms
+from engine.comm.alarm import Alarms, Watched
 from engine.comm.communicator import OneRank, StepSum
 from engine.comm.stage_sums import StageSums
 from engine.config import ModelConfig, ParallelConfig
@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What joins some ranks for parts of rows, and the alarm of all that they wait on."""
+    """What joins some ranks for parts of rows, and what tells for whom they wait."""
 
     gathers: Exchange
-    alarm: Alarm
+    watched: tuple[Watched, ...]
 
 
 class GpuRanks:
@@ -59,7 +59,7 @@ class GpuRanks:
         self._stage, self._sums = stage, sums
         self._previous, self._following = previous, following
         self._closes = closes
-        self.alarms = Alarms([line.alarm for line in (stage, previous, following) if line is not None])
+        self.alarms = Alarms([one for line in (stage, previous, following) if line is not None for one in line.watched])
         self._rank = parallel.tp_rank
         self._hidden_size, self._vocab_size = config.hidden_size, config.vocab_size
 

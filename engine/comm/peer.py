@@ -12,29 +12,54 @@ from engine.errors import ConfigError
 
 Array = Any
 
+LEAST_BYTES = 4096  # that are lent to see who reaches them
+
+
+def problems_of(meeting: Meeting) -> list[list[str]]:
+    """[rank, peer], on all ranks: what keeps the GPU of a rank off memory of that of a peer; "" = nothing."""
+    runtime = cupy.cuda.runtime
+    own = int(runtime.malloc(LEAST_BYTES))
+    row = []
+    for peer, (handle, problem) in enumerate(meeting.allgather(_lend(own, meeting.rank))):
+        try:
+            if peer != meeting.rank and not problem:
+                runtime.ipcCloseMemHandle(runtime.ipcOpenMemHandle(handle))
+        except runtime.CUDARuntimeError as error:
+            problem = f"the GPU of rank {meeting.rank} cannot reach that of rank {peer}: {error}"
+        row.append("" if peer == meeting.rank else problem)
+    found = meeting.allgather(row)
+    runtime.free(own)
+    return found
+
+
+def _lend(own: int, rank: int) -> tuple[bytes, str]:
+    """(handle, problem)"""
+    try:
+        return cupy.cuda.runtime.ipcGetMemHandle(own), ""
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return b"", f"rank {rank} cannot lend memory of its GPU: {error}"
+
 
 class PeerMemory:
-    """An array of zeros of every rank's GPU, by rank; parts: [num_bytes] uint8 each, this rank's among them.
+    """An array of zeros of every member's GPU, in the order of ranks; parts: [num_bytes] uint8 each, this rank's among
+    them. All ranks of a meeting call it, each with those that it shares memory with as members.
 
     Raises:
         ConfigError: on all ranks, where one GPU cannot reach another.
     """
 
-    def __init__(self, meeting: Meeting, num_bytes: int) -> None:
+    def __init__(self, meeting: Meeting, num_bytes: int, members: range) -> None:
         runtime = cupy.cuda.runtime
         self._own = int(runtime.malloc(num_bytes))
         runtime.memset(self._own, 0, num_bytes)
         runtime.deviceSynchronize()
         self._opened: list[int] = []
-        problem = ""
-        try:
-            handle = runtime.ipcGetMemHandle(self._own)
-        except runtime.CUDARuntimeError as error:
-            handle, problem = b"", f"rank {meeting.rank} cannot lend memory of its GPU: {error}"
+        handle, problem = _lend(self._own, meeting.rank)
         self.parts: list[Array] = []
-        for rank, other in enumerate(meeting.allgather(handle)):
+        others = meeting.allgather(handle)
+        for rank in members:
             try:
-                address = self._own if rank == meeting.rank else self._open(other)
+                address = self._own if rank == meeting.rank else self._open(others[rank])
             except runtime.CUDARuntimeError as error:
                 problem = problem or f"the GPU of rank {meeting.rank} cannot reach that of rank {rank}: {error}"
                 break

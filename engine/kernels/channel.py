@@ -184,6 +184,10 @@ class Slots:
     def area_bytes(self) -> int:
         return self.num_lanes * self.num_stages * (self.slot_bytes + FLAG_BYTES)
 
+    def island_bytes(self, island_size: int) -> tuple[int, int]:
+        """(an inbox, a window) of one rank for make_islands."""
+        return 2 * island_size * self.area_bytes, 2 * self.area_bytes
+
     def inbox_bytes(self, world_size: int, is_window: bool, has_owners: bool = True) -> int:
         """Of one rank: an area for each rank's shares, where sums have owners; one for what each rank hands to all, or
         one for its own that all read."""
@@ -200,6 +204,7 @@ class Exchange:
     struct: np.void
     state: Array  # see make_channel
     memory: tuple[Array, ...]
+    island_size: int = 0  # ranks of an island, see make_islands
 
 
 def make_exchange(
@@ -242,3 +247,53 @@ def make_exchange(
     struct["num_outboxes"], struct["rank"], struct["world_size"] = len(readers), rank, world_size
     struct["id"] = number
     return Exchange(rank, world_size, slots, struct, state, (*inboxes, alarm))
+
+
+def make_islands(
+    rank: int,
+    world_size: int,
+    *,
+    inboxes: Sequence[Array],
+    windows: Sequence[Array],
+    state: Array,
+    alarm: Array,
+    slots: Slots,
+    number: int = 0,
+    patience_s: float = 10.0,
+) -> Exchange:
+    """An exchange of islands, runs of as many ranks each: for all_reduce_islands alone. All memory is zeros at first.
+
+    Args:
+        inboxes: [slots.island_bytes[0]] uint8 of each rank of this island, in memory of its GPU.
+        windows: [slots.island_bytes[1]] uint8 of each rank of all islands, memory that all read.
+        state, alarm, number: as of make_channel.
+    Raises:
+        KernelError: there is one island, or no whole number of them.
+    """
+    size = len(inboxes)
+    if size < 2 or world_size < 2 * size or world_size % size or world_size > MAX_RANKS:
+        raise KernelError(f"{world_size} ranks in islands of {size}; kernels add up 4 to {MAX_RANKS}, in equal islands")
+    struct: np.void = np.zeros(1, EXCHANGE)[0]
+    area, place = slots.area_bytes, rank % size
+    begins, likes = [address(inbox) for inbox in inboxes], [address(window) for window in windows]
+    others = [peer for peer in range(size) if peer != place]
+    for peer in range(size):
+        member = rank - place + peer
+        struct["scatter_to"][member] = begins[peer] + place * area
+        struct["scatter_from"][member] = begins[place] + peer * area
+        struct["gather_from"][member] = begins[place] + (size + peer) * area
+    outboxes = [begins[peer] + (size + place) * area for peer in others]
+    before, after, last = rank - size, rank + size, world_size - size + place
+    if before >= 0:
+        struct["scatter_from"][before] = likes[rank]
+    if after < world_size:
+        struct["scatter_to"][after] = likes[after]
+        struct["gather_from"][last] = likes[last] + area
+    else:
+        outboxes.append(likes[rank] + area)
+    struct["gather_to"][: len(outboxes)] = outboxes
+    struct["state"], struct["alarm"], struct["patience"] = address(state), address(alarm), int(patience_s * 1e9)
+    struct["slot_bytes"], struct["num_stages"] = slots.slot_bytes, slots.num_stages
+    struct["num_outboxes"], struct["rank"], struct["world_size"] = len(outboxes), rank, world_size
+    struct["id"] = number
+    return Exchange(rank, world_size, slots, struct, state, (*inboxes, *windows, alarm), size)

@@ -8,7 +8,7 @@ the GPU is busy with one for longer than it takes to launch the next.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -80,7 +80,8 @@ class GpuForward:
         table_width: int,
     ) -> None:
         max_num_tokens, max_num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
-        self._run = EagerForward(model, comm, cache, rope, max_num_seqs, side=SideStream())
+        self._side = SideStream()
+        self._run = EagerForward(model, comm, cache, rope, max_num_seqs, side=self._side)
         self._halving = Halving()
         self._recorder = recorder
         self._ends_by_token = isinstance(comm, OneRank) and model.pieces[-1].is_by_token
@@ -104,19 +105,36 @@ class GpuForward:
     def capture(self, batch_sizes: Sequence[int], token_sizes: Sequence[int]) -> None:
         """Captures steps of these sizes, the largest first: smaller ones fit in its memory."""
         for size in sorted(token_sizes, reverse=True):
-            batch = self._upload(self._prompts(size), size)
+            self._pieces.pop(size, None)  # which is cut elsewhere, if there is one
             with _optional(f"steps of {size} tokens"):
-                self._pieces[size] = self._recorder.pieces(partial(self._run, batch))
+                self._pieces[size], _ = self._cut(size, self._halving.num_first_prompts(size))
         for size in sorted(batch_sizes, reverse=True):
             batch = self._upload(self._padding(size), size, is_graph=True)
             with _optional(f"decoding steps of {size} sequences"):
                 self._graphs[size] = self._recorder.whole(partial(self._run, batch))
 
     def halve(self, halving: Halving) -> None:
-        """Of prompts those that are launched kernel by kernel; graphs of decoding are captured anew."""
+        """Graphs whose steps are cut elsewhere from now on are captured anew."""
         before, self._halving = self._halving, halving
-        first = Halving.num_first_decodes
-        self.capture([size for size in self._graphs if first(before, size) != first(halving, size)], ())
+        decodes, prompts = Halving.num_first_decodes, Halving.num_first_prompts
+        self.capture(
+            [size for size in self._graphs if decodes(before, size) != decodes(halving, size)],
+            [size for size in self._pieces if prompts(before, size) != prompts(halving, size)],
+        )
+
+    def pieces_of_prompt(self, size: int, num_first: int) -> Callable[[], Array]:
+        """try_prompt as a graph in pieces, which each call launches; for a step of at most MOST_IN_PIECES tokens.
+
+        Raises:
+            KernelError, CUDARuntimeError: it cannot be captured.
+        """
+        pieces, batch = self._cut(size, num_first)
+        return partial(pieces.launch, batch)
+
+    def _cut(self, size: int, num_first: int) -> tuple[Pieces, ForwardBatch]:
+        """A step of prompts of so many tokens in pieces; num_first: of its first half; 0: whole."""
+        batch = self._upload(self._prompts(size), size, num_first=num_first)
+        return self._recorder.pieces(partial(self._run, batch), self._side.catch_up), batch
 
     def try_prompt(self, size: int, num_first: int = 0) -> Array:
         """Hidden states of prompts of so many tokens in all, whose keys go nowhere and are looked for in block 0.
@@ -157,7 +175,8 @@ class GpuForward:
         size = next((size for size in sizes if size >= plan.num_tokens), None)
         if size is None:
             return self._upload(on_host, plan.num_tokens, num_first=self._halving.num_first(plan))
-        return self._upload(on_host, size, is_graph=is_decode)
+        num_first = 0 if is_decode else self._halving.num_first_prompts(size)  # as it was captured
+        return self._upload(on_host, size, is_graph=is_decode, num_first=num_first)
 
     def __call__(self, batch: ForwardBatch) -> Array:
         """Final-normed hidden states, [num_tokens, hidden_size], of padding too.
@@ -188,7 +207,7 @@ class GpuForward:
 
         is_graph: a decoding step for a graph, whose padding is sequences too, and which reads the block table with rows
         of its full width, of which only the columns in use are copied. num_first: tokens of the first half of a step
-        that is not padded; 0: it is whole.
+        that is no graph of decoding, whose padding is in the second; 0: it is whole.
         """
         num_seqs, used = batch.block_table.shape
         padded, width = (num_tokens, self._table_width) if is_graph else (num_seqs, used)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 
 import cupy
@@ -20,6 +21,10 @@ from engine.ops import OpTable
 
 Array = Any
 Graph = Any  # CuPy's, ready to be launched
+
+
+def _nothing() -> None:
+    """There is one stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,8 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A captured forward pass of some number of tokens: a piece, attention, a piece, …, a piece."""
+    """A captured forward pass of some number of tokens: a piece, attention, a piece, …, a piece. Of a step in halves,
+    attention of the one and of the other in turn."""
 
     graphs: tuple[Graph, ...]
     calls: tuple[AttentionCall, ...]
@@ -46,10 +52,12 @@ class Pieces:
     def launch(self, batch: ForwardBatch) -> Array:
         """Hidden states, of padding too. The batch lies where the captured one lay; its sequences may be any."""
         stream = cupy.cuda.get_current_stream()
-        for graph, call in zip(self.graphs, self.calls, strict=False):
+        parts = batch.halves or (batch,)
+        for graph, call, part in zip(self.graphs, self.calls, cycle(parts), strict=False):
             graph.launch(stream)
-            caches = call.k_cache, call.v_cache
-            attend(call.q, batch, *caches, call.sm_scale, call.window, self.ops, out=call.out)
+            if len(part.seq_lens):  # or all of it is padding
+                caches = call.k_cache, call.v_cache
+                attend(call.q, part, *caches, call.sm_scale, call.window, self.ops, out=call.out)
         self.graphs[-1].launch(stream)
         return self.hidden
 
@@ -62,6 +70,7 @@ class Recorder:
         self._pool = cupy.cuda.MemoryPool()  # what graphs compute in stays theirs
         self._graphs: list[Graph] = []
         self._calls: list[AttentionCall] | None = None  # None: nothing is recorded
+        self._at_cut: Callable[[], None] = _nothing
         self.ops = replace(ops, attention_prefill=self._attention_prefill)
 
     def whole(self, run: Callable[[], Array]) -> tuple[Graph, Array]:
@@ -78,11 +87,14 @@ class Recorder:
             hidden = run()
             return _end(), hidden
 
-    def pieces(self, run: Callable[[], Array]) -> Pieces:
-        """The same in pieces; of a forward pass of prompts, which may then be launched for other sequences."""
+    def pieces(self, run: Callable[[], Array], at_cut: Callable[[], None] = _nothing) -> Pieces:
+        """The same in pieces; of a forward pass of prompts, which may then be launched for other sequences.
+
+        at_cut: brings back to the stream what others do, before a piece ends.
+        """
         with self._capturing():
             run()
-            self._graphs, self._calls = [], []
+            self._graphs, self._calls, self._at_cut = [], [], at_cut
             _begin()
             hidden = run()
             return Pieces((*self._graphs, _end()), tuple(self._calls), self._inner, hidden)
@@ -118,6 +130,7 @@ class Recorder:
             sequences = block_table, cu_seqlens_q, seq_lens
             return self._inner.attention_prefill(q, k_cache, v_cache, *sequences, sm_scale, window, out=out)
         out = cupy.empty(q.shape, q.dtype)
+        self._at_cut()
         self._graphs.append(_end())
         self._calls.append(AttentionCall(_lent(q), k_cache, v_cache, sm_scale, window, _lent(out)))
         _begin()

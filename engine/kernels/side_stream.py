@@ -27,6 +27,7 @@ class SideStream:
         self._stream = cupy.cuda.Stream(non_blocking=True, priority=PRIORITY)
         self._events = [cupy.cuda.Event(disable_timing=True) for _ in range(NUM_EVENTS)]
         self._turn = 0
+        self._num_started = self._num_done = 0  # done: as the caller's stream has it
 
     def start(self, work: Callable[[], T]) -> Callable[[], T]:
         caller = cupy.cuda.get_current_stream()
@@ -44,13 +45,23 @@ class SideStream:
             result = work()
         done = self._event()
         done.record(self._stream)
+        self._num_started += 1
+        number = self._num_started
 
         def take() -> T:
-            caller.wait_event(done)
+            if number > self._num_done:
+                caller.wait_event(done)
+                self._num_done = number
             kept.clear()
             return result
 
         return take
+
+    def catch_up(self) -> None:
+        """The caller's stream waits for all that was started: a capture ends with what it began."""
+        if self._num_done < self._num_started:
+            self._order(self._stream, cupy.cuda.get_current_stream())
+            self._num_done = self._num_started
 
     def join(self, first: Array, second: Array) -> Array:
         whole = cupy.empty((first.shape[0] + second.shape[0], *first.shape[1:]), first.dtype)

@@ -49,7 +49,7 @@ def memory() -> RankedOps:
 
 
 def line_of(group: Group, rank: int) -> Line:
-    return Line(group.channels[rank], Alarm(group.alarm, rank, range(len(group.channels))))
+    return Line(group.channels[rank], (Alarm(group.alarm, rank, range(len(group.channels))),))
 
 
 class Job:

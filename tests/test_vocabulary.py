@@ -22,6 +22,7 @@ HELPERS = {"team"}  # engine/cpu/team.py: the threads of a matrix product, no op
 FORMATS = {  # stem → ref file
     "all_gather": "collectives",
     "all_reduce": "collectives",
+    "all_reduce_islands": "collectives",
     "all_reduce_pair": "collectives",
     "all_reduce_pieces": "collectives",
     "gather_columns": "quant/groups",

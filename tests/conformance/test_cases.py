@@ -8,6 +8,7 @@ import pytest
 from conformance import (
     all_gather,
     all_reduce,
+    all_reduce_islands,
     all_reduce_pair,
     all_reduce_pieces,
     int8_all_reduce,
@@ -30,6 +31,7 @@ SIZES = ("none", "one", "odd", "wide", "wider-than-a-block")  # of cases of embe
 COLLECTIVES = (
     all_gather,
     all_reduce,
+    all_reduce_islands,
     all_reduce_pair,
     all_reduce_pieces,
     int8_all_reduce,

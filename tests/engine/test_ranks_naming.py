@@ -169,5 +169,5 @@ def test_an_alarm_that_is_given_ends_what_is_computed() -> None:
 
 
 def test_links_have_names_of_their_own() -> None:
-    names = {name_of(link_id(group, kind), 1) for group in (0, 1) for kind in range(5)}
-    assert len(names) == 6  # sums are never between stages, and each group has but one hand-over
+    names = {name_of(link_id(group, kind), 1) for group in (0, 1) for kind in range(6)}
+    assert len(names) == 7  # sums are never between stages, and each group has but one hand-over

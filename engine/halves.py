@@ -36,12 +36,16 @@ class Halving:
         """Tokens of the first half; 0: the step is not cut."""
         if plan.num_decodes == plan.num_tokens:
             return self.num_first_decodes(plan.num_tokens)
-        half = self.half(plan.num_tokens) if plan.num_tokens >= self.min_tokens else 0
+        half = self.num_first_prompts(plan.num_tokens)
         row = int(np.searchsorted(plan.cu_seqlens_q, half, side="right")) - 1  # whose is the token at half
         if half and plan.two_way_lens[row]:
             ends: list[int] = plan.cu_seqlens_q[row : row + 2].tolist()
             half = min(ends, key=lambda end: abs(end - half))
         return half % plan.num_tokens
+
+    def num_first_prompts(self, num_tokens: int) -> int:
+        """Of a step of so many tokens with prompts in it, none of which is read both ways."""
+        return self.half(num_tokens) if num_tokens >= self.min_tokens else 0
 
     def num_first_decodes(self, num_seqs: int) -> int:
         """Of a step of so many sequences that decode."""

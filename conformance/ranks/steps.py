@@ -93,7 +93,7 @@ def make_steps(config: EngineConfig, ranks: Ranks, wires: Sequence[str], watch: 
 
 def halving_of(num_tokens: int) -> Halving:
     """That cuts a step of so many tokens in two, on tiles of kernels where it has many."""
-    return Halving(2, 2, 128 if num_tokens >= MANY else 1)
+    return Halving(num_tokens, num_tokens, 128 if num_tokens >= MANY else 1)
 
 
 def prompt_plan(num_tokens: int) -> StepPlan:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import cupy
@@ -27,7 +30,7 @@ from engine.gpu_memory import GpuRoom, graph_buffer, mismatch, plan_gpu_memory, 
 from engine.halves import NEVER, Halving, first_that_pays
 from engine.kernels.carried import CARRIED
 from engine.kernels.dry_run import SAMPLINGS, run_dry
-from engine.kernels.forward import GpuForward, graph_sizes, piece_sizes
+from engine.kernels.forward import MOST_IN_PIECES, GpuForward, graph_sizes, piece_sizes
 from engine.kernels.gpu import Gpu
 from engine.kernels.graphs import Recorder
 from engine.kernels.notes import Notes
@@ -47,8 +50,8 @@ from engine.weights import ActivationKind, WeightMap, Weights, weight_bytes, wit
 LIMITS = StepLimits(max_num_seqs=256, max_num_batched_tokens=8192)  # unless the user says others
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 MAX_WAITING_BLOCKS = 64  # of a kernel that waits for other ranks: a link is full from about 16 on
-HALVES = Halving(min_tokens=513, min_decodes=320, row_multiple=128)  # below them graphs are in pieces, weights bound
-TRIED = (768, 1536, 3072)  # tokens of steps that are timed whole and in halves
+HALVES = Halving(min_tokens=256, min_decodes=320, row_multiple=128)  # with fewer, weights bound
+TRIED = (512, 768, 1536, 3072)  # tokens of steps that are timed whole and in halves
 GONE = "another program has taken memory meanwhile, or --gpu-memory-utilization is too high"
 
 logger = logging.getLogger(__name__)
@@ -146,7 +149,9 @@ class CudaBackend:
         tried = pools.num_bytes - before
         of_gpu = self._gpu.buffers()  # from before there were these pools
         found = total - free - pools.num_bytes - sum(buffer.num_bytes for buffer in of_gpu)
-        sizes = piece_sizes(limits.max_num_batched_tokens), graph_sizes(limits.max_num_seqs)
+        pieces = piece_sizes(limits.max_num_batched_tokens)
+        pieces += [size for size in pieces if self._may_halve and HALVES.num_first_prompts(size)]  # of two graphs each
+        sizes = pieces, graph_sizes(limits.max_num_seqs)
         hidden_bytes = geometry.hidden_size * self._dtype.itemsize
         buffers = (
             Buffer("CUDA, code, other programs", found, ALWAYS, note="as found"),
@@ -243,9 +248,15 @@ class CudaBackend:
     def _time(self, forward: GpuForward, num_tokens: int, num_first: int) -> float:
         """Milliseconds of a step, the second time."""
         begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-        forward.try_prompt(num_tokens, num_first)
+        run: Callable[[], Any] = partial(forward.try_prompt, num_tokens, num_first)
+        if num_tokens <= MOST_IN_PIECES:
+            try:
+                run = forward.pieces_of_prompt(num_tokens, num_first)
+            except (KernelError, cupy.cuda.runtime.CUDARuntimeError):
+                return math.inf  # on every rank
+        run()
         begin.record(self._stream)
-        forward.try_prompt(num_tokens, num_first)
+        run()
         end.record(self._stream)
         end.synchronize()
         return float(cupy.cuda.get_elapsed_time(begin, end))

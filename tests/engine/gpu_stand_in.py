@@ -31,24 +31,34 @@ class CUDARuntimeError(RuntimeError):
 
 
 class Stream:
-    """Capturing, STREAM runs nothing, and takes what others are to do into the graph."""
+    """Capturing, STREAM runs nothing, and takes what others are to do into the graph, which must come back to it."""
 
     ptr = 0
 
     def __init__(self, non_blocking: bool = True, priority: int = 0) -> None:
         self._queue: deque[Work] = deque()
         self._captured: list[Work] | None = None
+        self._forked: dict[Stream, int] = {}  # others with work in what is captured that it does not wait for: how much
         self.num_graphs = 0  # launched
         self._lock = threading.RLock()  # several threads copy, and one after the other is what a stream does
 
     def launch(self, work: Work) -> None:
-        (self._queue if STREAM._captured is None else STREAM._captured).append(work)
+        if STREAM._captured is None:
+            self._queue.append(work)
+            return
+        STREAM._captured.append(work)
+        if self is not STREAM:
+            STREAM._forked[self] = STREAM._forked.get(self, 0) + 1
 
     def use(self) -> None:
         CURRENT[0] = self
 
     def wait_event(self, event: Event) -> None:
         number, source = event.num_recorded, event.source
+        if event.captured is not STREAM._captured:
+            raise CUDARuntimeError("cudaErrorStreamCaptureIsolation")
+        if self is STREAM and STREAM._forked.get(source) == event.num_before:
+            del STREAM._forked[source]
 
         def wait() -> None:
             while event.num_come < number:
@@ -70,6 +80,9 @@ class Stream:
         if self._captured is None:
             raise CUDARuntimeError("cudaErrorIllegalState")
         captured, self._captured = self._captured, None
+        forked, self._forked = self._forked, {}
+        if forked:
+            raise CUDARuntimeError("cudaErrorStreamCaptureUnjoined")
         return Graph(captured)
 
 
@@ -90,6 +103,8 @@ class Event:
     def __init__(self, disable_timing: bool) -> None:
         self.num_recorded = self.num_come = 0
         self.source = STREAM
+        self.captured: list[Work] | None = None  # into what it was, if anything
+        self.num_before = 0  # of its stream's work in there, itself included
 
     def record(self, stream: Stream) -> None:
         self.num_recorded += 1
@@ -100,6 +115,7 @@ class Event:
             self.num_come = max(self.num_come, number)
 
         stream.launch(come)
+        self.captured, self.num_before = STREAM._captured, STREAM._forked.get(stream, 0)
 
     def synchronize(self) -> None:
         STREAM.synchronize(until=lambda: self.num_come == self.num_recorded)

@@ -193,6 +193,34 @@ def test_ranks_halve_what_they_find_quicker_so(
     assert finish(built.engine, Outputs()) == finish(eager, Outputs())
 
 
+def test_a_step_of_few_tokens_is_timed_as_graphs(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it will be launched; one that cannot be captured is never the quicker one."""
+    module: Any = sys.modules["engine.backends.cuda"]
+    made: list[Any] = []
+    usual = module.CudaBackend.make_forward
+    monkeypatch.setattr(
+        module.CudaBackend, "make_forward", lambda self, *given: made.append(self) or usual(self, *given)
+    )
+    built = build(model_folder(tmp_path, "llama"), max_model_len=60, num_gpu_blocks_override=18)
+    (backend,), forward = made, built.engine.runner.forward
+    cuda: Any = module.cupy.cuda
+    monkeypatch.setattr(cuda, "Event", lambda: stand_in.Event(False))
+    monkeypatch.setattr(cuda, "get_elapsed_time", lambda begin, end: 3.0, raising=False)
+    monkeypatch.setattr(backend, "_stream", stand_in.STREAM)
+    for num_first, most, num_graphs in ((0, 16, 2 * 3), (8, 16, 2 * 5), (8, 15, 0)):
+        monkeypatch.setattr(module, "MOST_IN_PIECES", most)
+        before = stand_in.STREAM.num_graphs
+        assert backend._time(forward, 16, num_first) == 3.0
+        assert stand_in.STREAM.num_graphs - before == num_graphs
+
+    def fails(*_: Any) -> None:
+        raise stand_in.CUDARuntimeError("cudaErrorStreamCaptureUnsupported")
+
+    monkeypatch.setattr(module, "MOST_IN_PIECES", 16)
+    monkeypatch.setattr(forward._recorder, "pieces", fails)
+    assert backend._time(forward, 16, 8) == np.inf
+
+
 @pytest.mark.parametrize("allreduce", ["int8", "int8-plain", "auto"])
 def test_what_sums_carry_is_in_the_plan(
     allreduce: str, card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

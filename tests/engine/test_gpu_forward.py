@@ -67,13 +67,13 @@ def test_storm(name: str, seed: int, gpu_forward: ModuleType, tmp_path: Path) ->
 
 @pytest.mark.parametrize(("name", "seed"), [("llama", 2), ("mistral", 3), ("command_r", 4)])
 def test_storm_in_halves(name: str, seed: int, gpu_forward: ModuleType, tmp_path: Path) -> None:
-    """Large steps and graphs of decoding, with a second stream that is as late as may be."""
+    """Large steps, graphs in pieces and of decoding, with a second stream that is as late as may be."""
     folder = model_folder(tmp_path, name)
     settings = {"num_gpu_blocks_override": 18, "max_model_len": 60}
     engine = make_engine(folder, gpu_forward, Halving(min_tokens=2, min_decodes=2), **settings)
     halved = note_halves(engine.runner.forward)
     assert storm(engine, seed) == storm(make_engine(folder, None, **settings), seed)
-    assert halved >= {2, 4}, "graphs"
+    assert halved >= {2, *TOKEN_SIZES[:-1]}, "graphs"
     assert max(halved) > TOKEN_SIZES[-1]
     assert stand_in.STREAM.num_graphs > 0
 

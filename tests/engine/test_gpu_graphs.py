@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -16,9 +17,11 @@ import pytest
 
 from conformance.golden_models import rand_model
 from engine.batch import StepPlan
+from engine.halves import Halving
+from engine.models import decoder
 from tests.engine import gpu_stand_in as stand_in
 from tests.engine.gpu_stand_in import gpu_forward
-from tests.engine.stand_in_engine import FAMILIES, make_engine, model_folder
+from tests.engine.stand_in_engine import FAMILIES, WHOLE, make_engine, model_folder
 
 __all__ = ["gpu_forward"]  # a fixture
 
@@ -50,9 +53,10 @@ def plan_of(blocks: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequ
 class Pair:
     """A forward pass of graphs and an eager one over equal caches, whose blocks are NaN until they are written."""
 
-    def __init__(self, folder: Path, module: ModuleType) -> None:
+    def __init__(self, folder: Path, module: ModuleType, halving: Halving = WHOLE) -> None:
         settings = {"num_gpu_blocks_override": NUM_BLOCKS, "block_size": BLOCK_SIZE, "max_model_len": 40}
-        self.runners = [make_engine(folder, kind, **settings).runner for kind in (module, None)]
+        halvings = {module: halving, None: WHOLE}
+        self.runners = [make_engine(folder, kind, how, **settings).runner for kind, how in halvings.items()]
         self.forward: Any = self.runners[0].forward
         for runner in self.runners:
             for cache in (*runner.cache.k_cache.values(), *runner.cache.v_cache.values()):
@@ -112,6 +116,64 @@ def test_kvm_02_padding_of_a_step_in_pieces(pair: Pair) -> None:
     pair.check(plan_of([[7, 8, 9, 10, 1, 2, 3, 4]], [0], [30]))  # larger than all pieces: eager
     with pytest.raises(AssertionError):
         pair.check(plan_of([[7, 8, 9, 10, 1, 2, 3, 4]], [0], [30]), graphs=1)
+
+
+def test_pieces_in_halves(gpu_forward: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Decoding rows, chunks and padding; cut within a sequence, between two, and where the second half is padding."""
+    pair = Pair(model_folder(tmp_path, "llama"), gpu_forward, Halving(2, 2))
+    num_graphs = 2 * 2 + 1  # two layers, twice cut
+    assert {len(pieces.graphs) for pieces in pair.forward._pieces.values()} == {num_graphs}
+    pair.check(plan_of([[0, 1, 2], [NUM_BLOCKS - 1, 5, 6]], [0, 0], [11, 12]), graphs=num_graphs)
+    pair.check(plan_of([[0, 1, 2], [NUM_BLOCKS - 1, 5, 6, 3]], [11, 12], [1, 2]), graphs=num_graphs)
+    pair.check(plan_of([[0, 1, 2, 4], [NUM_BLOCKS - 1, 5, 6, 3]], [12, 14], [1, 2]), graphs=num_graphs)
+    for count in (2, 4, 5, 8, 9, 16, 17, 24):
+        pair.check(plan_of([[7, 8, 9, 10, 0, 1]], [0], [count]), graphs=num_graphs)
+    churn(pair)
+    pair.check(plan_of([[7, 8, 9, 10, 0, 1]], [0], [24]), graphs=num_graphs)
+    assert caplog.records == [], "each could be captured"
+
+
+def test_pieces_are_cut_anew(gpu_forward: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From another size on; what cannot be captured then is no graph any more."""
+    pair = Pair(model_folder(tmp_path, "llama"), gpu_forward)
+    before = dict(pair.forward._pieces)
+    pair.forward.halve(Halving(min_tokens=16))
+    assert {size for size, pieces in pair.forward._pieces.items() if pieces is not before[size]} == {16, 24}
+    plans = [plan_of([[0, 1, 2, 3, 4, 5]], [0], [count]) for count in (24, 13, 8, 3)]
+    for plan in plans:
+        pair.check(plan, graphs=3)
+
+    usual = stand_in.Stream.end_capture
+
+    def fails(stream: stand_in.Stream) -> None:
+        usual(stream)
+        raise stand_in.CUDARuntimeError("cudaErrorStreamCaptureUnsupported")
+
+    monkeypatch.setattr(stand_in.Stream, "end_capture", fails)
+    pair.forward.halve(WHOLE)
+    assert set(pair.forward._pieces) == {4, 8}
+    for plan in plans:
+        pair.check(plan)
+
+
+def test_halves_of_which_nobody_comes_back_cannot_be_captured(
+    gpu_forward: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    side: Any = sys.modules["engine.kernels.side_stream"]
+    monkeypatch.setattr(side.SideStream, "catch_up", lambda self: None)
+    pair = Pair(model_folder(tmp_path, "llama"), gpu_forward, Halving(2, 2))
+    assert pair.forward._pieces == {}
+    assert "cudaErrorStreamCaptureUnjoined" in caplog.text
+
+
+def test_a_prompt_in_pieces_is_tried(gpu_forward: ModuleType, tmp_path: Path) -> None:
+    pair = Pair(model_folder(tmp_path, "llama"), gpu_forward)
+    eager = stand_in.to_host(pair.forward.try_prompt(16))
+    for num_first in (0, 8, 5):
+        before = stand_in.STREAM.num_graphs
+        run = pair.forward.pieces_of_prompt(16, num_first)
+        np.testing.assert_array_equal(stand_in.to_host(run()), eager)
+        assert stand_in.STREAM.num_graphs - before == (5 if num_first else 3)
 
 
 def churn(pair: Pair) -> None:
@@ -214,7 +276,8 @@ def test_rows_of_codes_are_not_taken_out(tmp_path: Path, monkeypatch: pytest.Mon
     """What a norm gives as codes is no array of rows."""
     folder = model_folder(tmp_path, "llama")
     assert [piece.is_by_token for piece in make_engine(folder, None).runner.model.pieces[-2:]] == [False, True]
-    monkeypatch.setattr("engine.models.decoder._coded", lambda weight: weight)  # all layers take codes
+    usual = decoder._norm
+    monkeypatch.setattr(decoder, "_norm", lambda *given: replace(usual(*given), into=given[0]))  # all layers take codes
     assert not any(piece.is_by_token for piece in make_engine(folder, None).runner.model.pieces)
 
 
@@ -242,3 +305,12 @@ def test_sizes(gpu_forward: ModuleType) -> None:
         sizes = gpu_forward.piece_sizes(limit)
         assert (sizes[-1], sizes == sorted(set(sizes))) == (min(limit, 512), True)
         assert all(size - before <= max(8, before) for before, size in pairwise(sizes))
+
+
+@pytest.mark.parametrize("limit", [256, 300, 511, 512, 8192])
+def test_a_second_half_is_never_all_padding(limit: int, gpu_forward: ModuleType) -> None:
+    """Of graphs in pieces: a step is taken by the first that it fits in."""
+    halving = Halving(min_tokens=1, row_multiple=128)
+    sizes = gpu_forward.piece_sizes(limit)
+    assert all(halving.num_first_prompts(size) <= before for before, size in pairwise(sizes))
+    assert halving.num_first_prompts(sizes[-1]) == 128 * round(sizes[-1] / 256)

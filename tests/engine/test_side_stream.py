@@ -85,3 +85,35 @@ def test_memory_is_of_the_callers_pool(side: Any) -> None:
 def test_rows_are_joined(side: Any) -> None:
     first, second = (stand_in.asarray(np.full((rows, 3), rows, np.float32)) for rows in (2, 1))
     assert stand_in.to_host(side.join(first, second)).tolist() == [[2.0] * 3, [2.0] * 3, [1.0] * 3]
+
+
+def test_what_the_caller_has_caught_up_with_is_not_waited_for_again(side: Any) -> None:
+    given = stand_in.asarray(ONES)
+    first, second = (side.start(lambda: given + given) for _ in range(2))
+    side.catch_up()
+    assert not side.catch_up(), "nothing is started"
+    queued = len(stand_in.STREAM._queue)
+    taken = first(), second()
+    assert len(stand_in.STREAM._queue) == queued
+    assert [stand_in.to_host(one)[0] for one in taken] == [2.0, 2.0]
+
+
+def test_a_capture_takes_in_what_was_caught_up_with(side: Any) -> None:
+    """What is taken behind the end of a capture is of another one: its event cannot be waited for there."""
+    given = stand_in.asarray(ONES)
+    for catches_up in (True, False):
+        stand_in.STREAM.begin_capture()
+        take = side.start(lambda: given + given)
+        if catches_up:
+            side.catch_up()
+            stand_in.STREAM.end_capture()
+        else:
+            with pytest.raises(stand_in.CUDARuntimeError, match="Unjoined"):
+                stand_in.STREAM.end_capture()
+        stand_in.STREAM.begin_capture()
+        if catches_up:
+            take()
+        else:
+            with pytest.raises(stand_in.CUDARuntimeError, match="Isolation"):
+                take()
+        stand_in.STREAM.end_capture()

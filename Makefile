@@ -6,8 +6,8 @@ define HELP
 make serve       start the OpenAI-compatible server; with no model named it serves a small one that it fetches once
 make test        all tests but the slow ones
 make test-full   the slow ones too
-make nightly     these, and hours of more: every fault made by rule, every kernel under ThreadSanitizer; the results
-                 are written into conformance/results
+make nightly     these, and more for hours: kernels under ThreadSanitizer, a crowd of clients on a server, and faults made
+                 by rule, which go on from where the last night ended; the results go into conformance/results
 make lint        ruff (rules, format) and mypy
 make format      put the code into ruff's format
 make clean       remove .venv, caches and build outputs; fetched models stay
@@ -17,6 +17,8 @@ The first run makes .venv and installs into it; later ones do so again only afte
 ARGS="…"         for engine.serve or pytest:  make serve ARGS="--model DIR --port 9000"
                                               make test ARGS="tests/engine -k sampler"
 PYTHON=…         the Python (3.11 or later) that .venv is made with; else the first that fits of those in the PATH
+PARTS="…"        of make nightly: $(NIGHT); each can be made alone
+CROWD_S=… FAULTS_S=…   seconds that the last two of them take (here: $(CROWD_S), $(FAULTS_S))
 CUDA=12|13|none  the CUDA packages to add; else 13 for an NVIDIA driver from 580 on, 12 for an older one, none without
                  (here: $(CUDA_FOUND)); tests have a compiler for GPUs in any case
 GLINT_OFFLINE=1  tests fetch nothing; those of the starter model are skipped unless it has been fetched before
@@ -33,6 +35,10 @@ PYTHON :=
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python)
 CUDA := auto
 ARGS :=
+NIGHT := tests threads crowd faults
+PARTS := $(NIGHT)
+CROWD_S := 1800
+FAULTS_S := 28800
 
 # The file is asked first, since nvidia-smi can take a second; under WSL there is only nvidia-smi.
 DRIVER_FILE := /proc/driver/nvidia/version
@@ -73,11 +79,14 @@ test-full: $(TEST_READY)
 # What fails stops nothing before the end: the night is long enough for the rest.
 RESULTS := conformance/results
 nightly: $(TEST_READY)
-	@failed=0; \
-	$(PY) -m pytest $(ARGS) || failed=1; \
-	$(PY) -m conformance --target host --quick --sanitizer thread --json $(RESULTS)/nightly-thread.json || failed=1; \
-	$(PY) -m tests.cuda.mutation --anew --quiet --json $(RESULTS)/nightly.json || failed=1; \
-	exit $$failed
+	@failed=; for part in $(PARTS); do case $$part in \
+	  tests) $(PY) -m pytest $(ARGS) ;; \
+	  threads) $(PY) -m conformance --target host --quick --sanitizer thread --json $(RESULTS)/nightly-threads.json ;; \
+	  crowd) $(PY) -m tests.serve.crowd --seconds $(CROWD_S) --json $(RESULTS)/nightly-crowd.json ;; \
+	  faults) $(PY) -m tests.cuda.mutation --quiet --seconds $(FAULTS_S) --json $(RESULTS)/nightly.json ;; \
+	  *) echo "glint: make nightly has no part $$part; it has $(NIGHT)" >&2; false ;; \
+	esac || failed="$$failed $$part"; done; \
+	test -z "$$failed" || { echo "glint: not all is well in:$$failed" >&2; exit 1; }
 
 lint: $(TEST_READY)
 	$(PY) -m ruff check .

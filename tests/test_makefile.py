@@ -125,14 +125,33 @@ def test_tests_get_the_test_extra_and_arguments(checkout: Checkout, target: str,
     assert checkout.calls("-m pytest") == [command]
 
 
+NIGHT = ["-m pytest", "-m conformance --target host", "-m tests.serve.crowd", "-m tests.cuda.mutation"]
+
+
 def test_nightly_does_all_even_if_something_fails(checkout: Checkout) -> None:
-    commands = ["-m pytest", "-m conformance --target host", "-m tests.cuda.mutation"]
+    def parts() -> list[int]:
+        return [[call.startswith(command) for command in NIGHT].index(True) for call in checkout.calls("-m")[-4:]]
+
     assert checkout.make("nightly").returncode == 0
-    assert [[call.startswith(c) for c in commands].index(True) for call in checkout.calls("-m")[-3:]] == [0, 1, 2]
+    assert parts() == [0, 1, 2, 3]
     checkout.program("python3", PYTHON.replace('"-m pip', '"-m pytest"*) exit 1 ;;\n  "-m pip'))
     shutil.rmtree(checkout.root / ".venv")
-    assert checkout.make("nightly").returncode != 0
-    assert [[call.startswith(c) for c in commands].index(True) for call in checkout.calls("-m")[-3:]] == [0, 1, 2]
+    done = checkout.make("nightly")
+    assert done.returncode != 0
+    assert "glint: not all is well in: tests" in done.stderr
+    assert parts() == [0, 1, 2, 3]
+
+
+def test_parts_of_the_night(checkout: Checkout) -> None:
+    checkout.make("serve")
+    assert checkout.make("nightly", "PARTS=faults crowd", "CROWD_S=5", "FAULTS_S=7").returncode == 0
+    crowd, faults = sorted(checkout.calls("-m tests"), reverse=True)
+    assert crowd == "-m tests.serve.crowd --seconds 5 --json conformance/results/nightly-crowd.json"
+    assert faults == "-m tests.cuda.mutation --quiet --seconds 7 --json conformance/results/nightly.json"
+    assert checkout.calls("-m pytest") == checkout.calls("-m conformance") == []
+    wrong = checkout.make("nightly", "PARTS=soaks")
+    assert wrong.returncode != 0
+    assert "has no part soaks; it has tests threads crowd faults" in wrong.stderr
 
 
 def test_lint_runs_ruff_twice_and_mypy(checkout: Checkout) -> None:
@@ -239,7 +258,7 @@ def test_help_is_the_default_and_names_every_target_and_variable(checkout: Check
     text = (ROOT / "Makefile").read_text()
     targets = set(re.search(r"^\.PHONY: (.*)$", text, re.M)[1].split()) - {"help"}  # type: ignore[index]
     assert targets == set(re.findall(r"^make ([\w-]+)  ", done.stdout, re.M))
-    for variable in ("ARGS", "PYTHON", "CUDA"):
+    for variable in ("ARGS", "PARTS", "CROWD_S", "FAULTS_S", "PYTHON", "CUDA"):
         assert re.search(rf"^{variable} :=", text, re.M)
-        assert f"\n{variable}=" in done.stdout
+        assert re.search(rf"^(\w+=… )?{variable}=", done.stdout, re.M)
     assert not checkout.log.exists(), "help installs nothing"

@@ -190,9 +190,7 @@ def test_a_few_are_found() -> None:
 
 @pytest.mark.slow
 def test_a_sample_of_every_file_is_found_or_explained(tmp_path: Path) -> None:
-    """Of files that are as they were when conformance/results/nightly.json was made, what that says is believed.
-
-    make nightly judges all mutants anew."""
+    """Of files that are as they were when conformance/results/nightly.json was made, what that says is believed."""
     if (RESULTS / "nightly.json").exists():
         (tmp_path / "all.json").write_bytes((RESULTS / "nightly.json").read_bytes())
     done = sweep("--json", str(tmp_path / "all.json"), "--per-file", "2", "--quiet", "--explained")

@@ -19,7 +19,7 @@ def main() -> int:
     """0 if enough are found, and with --explained nothing but equivalents is left; otherwise 1."""
     args = _parse()
     mutants = all_mutants()
-    record = Record.load(None if args.anew else args.json, mutants, not args.keep)
+    record = Record.load(args.json, mutants, not args.keep)
     of_files = [mutant for mutant in mutants if not args.files or mutant.file.rpartition("/")[2] in args.files]
     some = [mutant for mutant in of_files if not args.ids or mutant.id in args.ids]
     some = chosen(some, args.seed, args.per_file)
@@ -31,7 +31,7 @@ def main() -> int:
         record.add(verdict)
         if not args.quiet or verdict.status not in ("killed", "no build"):
             print(f"{number} {verdict.mutant} {verdict.status} {verdict.seconds} s {verdict.found[:100]}", flush=True)
-        if args.json and (number % 50 == 0):
+        if args.json and number % 10 == 0:  # a night may be cut short
             record.write(args.json)
     if args.json:
         record.write(args.json)
@@ -51,7 +51,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the choice and its order (default 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="go on from this file, and write the verdicts there")
     parser.add_argument("--explained", action="store_true", help="fail if one is left that equivalent.txt lacks")
-    parser.add_argument("--anew", action="store_true", help="do not go on from what is in --json")
     parser.add_argument("--keep", action="store_true", help="keep verdicts where only other lines of a file changed")
     parser.add_argument("--quiet", action="store_true", help="print survivors only")
     return parser.parse_args()

@@ -19,6 +19,7 @@ ENGINE_TABLES = {  # place in README.md → stored run
     "gpu-engine": "h200-llama-3.1-8b",
     "gpu-engine-int8": "h200-llama-3.1-8b-int8",
     "gpu-engine-fp8": "h200-llama-3.1-8b-fp8",
+    "gpu-engine-w4-8b": "h200-llama-3.1-8b-gptq-int4",
     "gpu-engine-w4": "h200-qwen2-72b-gptq-int4",
     "gpu-engine-w4-small": "h200-qwen2-72b-gptq-int4-small",
     "pair-70b-no-p2p": "h200x2-llama-3.1-70b-no-p2p",

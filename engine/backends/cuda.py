@@ -31,7 +31,7 @@ from engine.halves import NEVER, Halving, first_that_pays
 from engine.kernels.carried import CARRIED
 from engine.kernels.dry_run import SAMPLINGS, run_dry
 from engine.kernels.forward import MOST_IN_PIECES, GpuForward, graph_sizes, piece_sizes
-from engine.kernels.gpu import Gpu
+from engine.kernels.gpu import Gpu, no_cuda
 from engine.kernels.graphs import Recorder
 from engine.kernels.notes import Notes
 from engine.kernels.pools import Pools, pinned_array, room_for
@@ -313,4 +313,4 @@ def make_backend(config: EngineConfig, model_config: ModelConfig, place: Place) 
             logger.info("rank %d of this host: %s", place.number, bound)
         return CudaBackend(config, model_config)
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise KernelError(f"CUDA does not start: {error}") from error
+        raise no_cuda(error) from error

@@ -251,7 +251,12 @@ def _current_gpu() -> tuple[dict[str, int], str]:
         device = cupy.cuda.Device()
         return device.attributes, arch_of(device.compute_capability)
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise KernelError(explain(error.status, str(error), _versions())) from error
+        raise no_cuda(error) from error
+
+
+def no_cuda(error: cupy.cuda.runtime.CUDARuntimeError) -> KernelError:
+    """What to raise where CUDA does not start."""
+    return KernelError(explain(error.status, str(error), _versions()))
 
 
 def _versions() -> str:

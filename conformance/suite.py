@@ -83,7 +83,7 @@ KERNEL_TARGETS = ("host", "gpu")
 QUICK = (  # words of names: ends that are easy to miss
     *("penalties-all", "odd", "wider-than-a-block", "one-short-of-16-bytes", "gqa", "padding"),
     *("seventeen-tokens", "splits", "prefill-chunks", "forward-llama3", "all-ties", "logprobs-20"),
-    *("edits-spread", "rows-window-of-2", "rotated-rows-window", "-rows-of-2", "rows-2-islands-of-2"),
+    *("edits-spread", "rows-window-of-2", "rotated-rows-window", "-rows-of-2", "add-rows-2-islands-of-2"),
 )
 NO_KERNEL = "there is no kernel for it yet"
 

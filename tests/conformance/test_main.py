@@ -37,8 +37,8 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """rmsnorm is off by a thousandth in its third row, and raises in a case of no rows."""
     ops = target_ops("cpu")
 
-    def wrong(x: Any, weight: Any, eps: float) -> Any:
-        out = ops.rmsnorm(x, weight, eps)
+    def wrong(x: Any, weight: Any, eps: float, order: Any = None) -> Any:
+        out = ops.rmsnorm(x, weight, eps, order)
         out[2 % len(out)] *= np.float32(1.001)
         return out
 
@@ -48,7 +48,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_passing(capsys: pytest.CaptureFixture[str]) -> None:
     status, lines, _ = run(capsys, "--target", "cpu", "--op", "rmsnorm")
     assert status == 0
-    assert lines[-1] == "18 passed, 0 failed, 0 skipped"
+    assert lines[-1] == "28 passed, 0 failed, 0 skipped"
     assert all(LINE.fullmatch(line) for line in lines[:-1])
     assert {line.split()[0] for line in lines[:-1]} == {"rmsnorm"}
     assert all(float(line.split()[2]) <= float(line.split()[3]) for line in lines[:-1])
@@ -65,7 +65,7 @@ def test_golden(capsys: pytest.CaptureFixture[str]) -> None:
 def test_failing(capsys: pytest.CaptureFixture[str]) -> None:
     status, lines, _ = run(capsys, "--target", "cpu", "--op", "rmsnorm")
     assert status == 1
-    assert re.fullmatch(r"9 passed, 9 failed, 0 skipped", lines[-1])
+    assert re.fullmatch(r"14 passed, 14 failed, 0 skipped", lines[-1])
     place = next(i for i, line in enumerate(lines) if line.startswith("rmsnorm odd "))
     assert lines[place].endswith(" FAIL")
     assert "at [2, " in lines[place + 1]

@@ -203,7 +203,7 @@ struct CodedSums {
 };
 
 template <typename T, int kHeadDim, int kWarps, int kStages, typename C = T, int kHeadTiles = 2>
-__global__ void __launch_bounds__(32 * kWarps)
+__global__ void __launch_bounds__(32 * kWarps, kHeadDim == 96 && !kIsCode<C>)  // of sm_80, else 128 registers are too few
     attention_decode(const T* q, const Stored<C>* k_cache, const Stored<C>* v_cache, const float* k_scales,
                      const float* v_scales, const int* __restrict__ block_table, const int* __restrict__ seq_lens, T* out, float* partial, float* lse, unsigned* counters,
                      int q_stride, int table_stride, int block_size, int n_heads, int n_kv_heads, int window,

@@ -16,7 +16,7 @@
 //            codes they multiply numbers of fp16 whatever T is: codes as they are, q over a power of 2 for each row, and
 //            p times the scale of v over the largest scale of v so far
 // launcher   grid (n_heads, ⌈num_tokens / queries⌉ + num_seqs), block 32 · kWarps, shared memory
-//            2 · kHeadDim · (queries + 2 · kStages · tokens of a tile) bytes; codes: 2 · kHeadDim + 8 a token of a tile more
+//            2 · kHeadDim · (queries + 2 · kStages · tokens of a tile) bytes; codes: 2 · kHeadDim + 16 a token more
 #include "kv_codes.cuh"
 #include "ptx.cuh"
 #include "reduce.cuh"
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
   T* const k_tiles = q_tile + kQueries * kHeadDim;
   T* const v_tiles = k_tiles + kStages * kTile * kHeadDim;
   Stored<C>* const codes = reinterpret_cast<Stored<C>*>(v_tiles + kStages * kTile * kHeadDim);  // [k, v][kTile][kHeadDim]
-  float* const scales = reinterpret_cast<float*>(codes + 2 * kTile * kHeadDim);                 // [k, v][kTile]
+  float* const scales = reinterpret_cast<float*>(codes + 2 * kTile * kHeadDim);  // [this tile, next][k, v][kTile]
 
   dependency_wait();
   int seq = 0, tile = blockIdx.y, first_row = 0, q_len = 0;
@@ -137,13 +137,22 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
   const int first_query = tile * kQueries, num_queries = min(kQueries, q_len - first_query);
   const int first_position = seq_lens[seq] - q_len + first_query;
   const int end = first_position + num_queries;  // no query sees a token from here on
-  const int oldest = window > 0 ? max(0, first_position - window + 1) : 0;  // or before this one
-  const int begin = oldest / kTile * kTile;
-  const int* const blocks = block_table + static_cast<index_t>(seq) * table_stride;
+  const int first_seen = window > 0 ? max(0, first_position - window + 1) : 0;  // or before this one
+  const int begin = first_seen / kTile * kTile;
+  __shared__ struct {
+    int seq, oldest, newest;  // tokens that some query sees
+    int seen_by_all;          // from this one on, but for the causal mask
+    int row_of_0;             // of q, had all tokens of the sequence a query
+  } of_block;                 // read when needed, as registers are scarce
+  if (threadIdx.x == 0)
+    of_block = {seq, first_seen, end - 1, window > 0 ? end - window : 0, first_row + first_query - first_position};
+  __syncthreads();
 
   // A token that no query sees is read from the slot of one that is seen: its numbers are this sequence's own.
   auto find_slot = [&](int token) {
-    const unsigned at = min(max(token + static_cast<int>(threadIdx.x), oldest), end - 1), size = block_size;
+    const unsigned at = min(max(token + static_cast<int>(threadIdx.x), of_block.oldest), of_block.newest);
+    const unsigned size = block_size;
+    const int* const blocks = block_table + static_cast<index_t>(of_block.seq) * table_stride;
     return threadIdx.x < kTile ? blocks[at / size] * block_size + static_cast<int>(at % size) : 0;
   };
   auto keep_slot = [&](int slot, int buffer) {
@@ -152,35 +161,33 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
 
   const int copy_row = threadIdx.x / kLanes, copy_unit = threadIdx.x % kLanes;
   const int token_bytes = n_kv_heads * kHeadDim * static_cast<int>(sizeof(T));
-  auto place_in = [&](const Stored<C>* cache) {
-    return reinterpret_cast<const char*>(cache + kv_head * kHeadDim + 8 * copy_unit);
-  };
-  const char *const k_from = place_in(k_cache), *const v_from = place_in(v_cache);
+  const int copy_at = kv_head * kHeadDim + 8 * copy_unit;
   // Codes of a tile and their scales: thread t brings every kThreads-th 16 bytes of both, and scale t of all.
   constexpr int kPieces = kHeadDim / 16, kCopies = (kTile * kPieces + kThreads - 1) / kThreads;
   static_assert(2 * kTile <= kThreads, "a thread brings a scale at most");
   auto has_copy = [&](int at) { return kTile * kPieces % kThreads == 0 || at < kTile * kPieces; };
   auto slot_of_row = [&](int row, int buffer) { return slots[buffer][row % kPass * kPasses + row / kPass]; };
-  float next_scale = 0.0f;
   auto load_codes = [&](int buffer) {
+    const int thread = anew(threadIdx.x);
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
-      const int at = i * kThreads + threadIdx.x, row = at / kPieces, unit = at % kPieces;
+      const int at = i * kThreads + thread, row = at / kPieces, unit = at % kPieces;
       if (!has_copy(at)) continue;
       const index_t from = (static_cast<index_t>(slot_of_row(row, buffer)) * n_kv_heads + kv_head) * kHeadDim + 16 * unit;
       cp_async(codes + 16 * at, k_cache + from);
       cp_async(codes + kTile * kHeadDim + 16 * at, v_cache + from);
     }
-    cp_async_commit();
-    if (threadIdx.x < 2 * kTile) {
-      const index_t slot = slot_of_row(threadIdx.x % kTile, buffer);
-      next_scale = (threadIdx.x < kTile ? k_scales : v_scales)[slot * n_kv_heads + kv_head];
+    if (thread < 2 * kTile) {
+      const index_t slot = slot_of_row(thread % kTile, buffer);
+      cp_async<4>(scales + 2 * kTile + thread, (thread < kTile ? k_scales : v_scales) + slot * n_kv_heads + kv_head);
     }
+    cp_async_commit();
   };
   auto decode_tiles = [&] {
+    const int thread = anew(threadIdx.x);
 #pragma unroll
     for (int i = 0; i < 2 * kCopies; ++i) {
-      const int at = i % kCopies * kThreads + threadIdx.x, row = at / kPieces, unit = at % kPieces;
+      const int at = i % kCopies * kThreads + thread, row = at / kPieces, unit = at % kPieces;
       if (!has_copy(at)) continue;
       T* const tile = i < kCopies ? k_tiles : v_tiles;
       uint4 numbers[2] = {};
@@ -188,9 +195,10 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
       store16(tile + place<kHeadDim>(row, 2 * unit), numbers[0]);
       store16(tile + place<kHeadDim>(row, 2 * unit + 1), numbers[1]);
     }
-    if (threadIdx.x < 2 * kTile) scales[threadIdx.x] = usable_scale(next_scale);
+    if (thread < 2 * kTile) scales[thread] = usable_scale(scales[2 * kTile + thread]);
   };
-  auto load = [&](T* tile, const char* from, int buffer) {
+  auto load = [&](T* tile, const Stored<C>* cache, int buffer) {
+    const char* const from = reinterpret_cast<const char*>(cache + anew(copy_at));
     T* const to = tile + place<kHeadDim>(copy_row, copy_unit);
     if (kLanes == kUnits || copy_unit < kUnits)
 #pragma unroll
@@ -218,8 +226,8 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
     cp_async_commit();
     load_codes(0);
   } else {
-    load(k_tiles, k_from, 0);
-    if (kStages == 2) load(v_tiles, v_from, 0);
+    load(k_tiles, k_cache, 0);
+    if (kStages == 2) load(v_tiles, v_cache, 0);
   }
 
   float sums[kTiles][kUnits][4] = {}, base[kTiles][2], total[kTiles][2] = {};  // base: log2 of what weights are over
@@ -227,7 +235,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
   for (int m = 0; m < kTiles; ++m) base[m][0] = base[m][1] = -kInfinity;
   const float scale = sm_scale * kLog2e;
   float row_scale[kTiles][2];  // over codes
-  float v_unit = 0.0f, to_weights = 0.0f;  // the largest scale of a value so far; 2^11 over it
+  float v_unit = 0.0f;  // the largest scale of a value so far
   auto scale_of = [&](int m, int half) { return kCoded ? row_scale[m][half] : scale; };
   const int my_row = warp * 16 * kTiles, my_position = first_position + my_row;
 
@@ -238,6 +246,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
     for (int m = 0; m < kTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
+#pragma unroll 1
         for (int row = 0; row < 8; ++row) {
           const float unit = prepare_row<T, kHeadDim>(q_tile, my_row + 16 * m + 8 * half + row);
           if (row == group) row_scale[m][half] = scale * unit * kQuickUnit<C>;
@@ -245,7 +254,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
   }
 
   int buffer = 0;
-  for (int token = begin; token < end; token += kTile, buffer ^= 1) {
+  for (int token = begin; token <= of_block.newest; token += kTile, buffer ^= 1) {
     const T *k_tile = k_tiles, *v_tile = v_tiles;
     int next_slot = 0;
     cp_async_wait<0>();
@@ -254,17 +263,17 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
       next_slot = find_slot(token + 2 * kTile);
       decode_tiles();
       __syncthreads();
-      if (token + kTile < end) load_codes(buffer ^ 1);
+      if (token + kTile <= of_block.newest) load_codes(buffer ^ 1);
     } else if constexpr (kStages == 1) {
-      load(v_tiles, v_from, buffer);
+      load(v_tiles, v_cache, buffer);
       next_slot = find_slot(token + kTile);
     } else {
       k_tile += buffer * kTile * kHeadDim;
       v_tile += buffer * kTile * kHeadDim;
       next_slot = find_slot(token + 2 * kTile);
-      if (token + kTile < end) {
-        load(k_tiles + (buffer ^ 1) * kTile * kHeadDim, k_from, buffer ^ 1);
-        load(v_tiles + (buffer ^ 1) * kTile * kHeadDim, v_from, buffer ^ 1);
+      if (token + kTile <= of_block.newest) {
+        load(k_tiles + (buffer ^ 1) * kTile * kHeadDim, k_cache, buffer ^ 1);
+        load(v_tiles + (buffer ^ 1) * kTile * kHeadDim, v_cache, buffer ^ 1);
       }
     }
 
@@ -298,7 +307,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
 #pragma unroll
             for (int i = 0; i < 4; ++i) scores[m][column][i] *= scales[8 * column + 2 * pair + i % 2];
       }
-      if (token + kTile > my_position + 1 || (window > 0 && token < end - window)) {
+      if (token + kTile > my_position + 1 || token < of_block.seen_by_all) {
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll
@@ -324,7 +333,6 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
         if (most != __float_as_uint(v_unit)) {  // of all lanes or none
           kept = v_unit / __uint_as_float(most);
           v_unit = __uint_as_float(most);
-          to_weights = v_unit < 1e-30f ? 0.0f : 2048.0f / v_unit;
           grows = true;
         }
       }
@@ -360,12 +368,13 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
       keep_slot(next_slot, buffer ^ 1);
       cp_async_wait<0>();
       __syncthreads();  // values and slots are there, and nobody reads the keys of this tile
-      if (token + kTile < end) load(k_tiles, k_from, buffer ^ 1);
+      if (token + kTile <= of_block.newest) load(k_tiles, k_cache, buffer ^ 1);
     } else {
       keep_slot(next_slot, buffer);
     }
     if (!seen) continue;
 
+    const float to_weights = v_unit < 1e-30f ? 0.0f : 2048.0f / v_unit;
     float shift[kTiles][2];
 #pragma unroll
     for (int m = 0; m < kTiles; ++m)
@@ -415,9 +424,9 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
       sum += __shfl_xor_sync(kAllLanes, sum, 2);
       float share = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
       if constexpr (kCoded) share *= v_unit / 2048.0f * kQuickUnit<C>;
-      const int row = my_row + 16 * m + group + 8 * half;
-      if (row >= num_queries) continue;
-      T* const to = out + (static_cast<index_t>(first_row + first_query + row) * n_heads + head) * kHeadDim;
+      const int position = my_position + 16 * m + group + 8 * half;
+      if (position > of_block.newest) continue;
+      T* const to = out + (static_cast<index_t>(of_block.row_of_0 + position) * n_heads + head) * kHeadDim;
 #pragma unroll
       for (int unit = 0; unit < kUnits; ++unit)
         *reinterpret_cast<unsigned*>(to + 8 * unit + 2 * pair) =

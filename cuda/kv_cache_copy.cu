@@ -12,7 +12,7 @@
 constexpr int kPieces = 4;  // loads that a thread has under way at once
 
 template <typename T>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(256)
     kv_cache_copy(const T* k_from, const T* v_from, T* k_to, T* v_to, const int* src_blocks, const int* dst_blocks,
                   int num_from, int num_to, int size) {
   dependency_wait();  // and no dependency_launch: attention_decode reads keys before it waits, when this has ended

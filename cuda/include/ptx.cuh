@@ -241,4 +241,10 @@ __device__ __forceinline__ void dependency_launch() {
 #endif
 }
 
+// x, of which the compiler knows nothing: what depends on it is worked out again and not kept in registers.
+__device__ __forceinline__ int anew(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 #endif

@@ -28,7 +28,7 @@ Array = Any
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 CHUNK = 16  # tokens that a warp of attention_decode takes at once; of codes twice as many
-HEADS = 16  # query heads that a block of it takes; of codes half, where so few share a KV head
+HEADS = 16  # query heads that a block of it takes; of codes half, where so few share a KV head or heads are large
 DECODE_WARPS = 4
 LONG = 32768  # tokens that a sequence may have, from which on its splits are long
 HOPPER_TILES = {64: 128, 128: 128, 256: 64}  # tokens of a tile of attention_prefill_sm90, by head_dim
@@ -67,7 +67,7 @@ def attention_decode(
     if not out.size:
         return out
     n_rep, coded = n_heads // n_kv_heads, keys[1] is not None
-    heads = HEADS if n_rep > HEADS // 2 or not coded else HEADS // 2
+    heads = HEADS if not coded or (n_rep > HEADS // 2 and head_dim <= 128) else HEADS // 2
     groups = ceil_div(n_rep, heads)
     num_blocks = num_seqs * n_kv_heads * groups
     longest = block_table.shape[1] * block_size
@@ -162,7 +162,7 @@ def _portable(
     one, two = (2 * head_dim * (queries + 2 * stages * tokens) for stages in (1, 2))
     blocks = device.max_shared_bytes // two
     stages = 2 if blocks and blocks >= min(device.max_shared_bytes // one, 2) and not codes else 1
-    shared_bytes = (one, two)[stages - 1] + (tokens * (2 * head_dim + 8) if codes else 0)
+    shared_bytes = (one, two)[stages - 1] + (tokens * (2 * head_dim + 16) if codes else 0)
     entry = f"attention_prefill<{type_}, {head_dim}, {tiles}, {warps}, {stages}{codes}>"
     grid = (n_heads, ceil_div(num_tokens, queries) + num_seqs)
     return Instance("attention_prefill", entry), grid, 32 * warps, shared_bytes

@@ -43,13 +43,6 @@ FEW_MODELS = (
 SPILLS = {  # entry → most bytes, stores and loads, and why
     r"sample_rows": 16,  # of sm_80, 86 and 89: 1024 threads leave 64 registers
     r"rope_kv_write<\w+, false, 1>": 16,  # heads of 16 or less, which only tests have
-    r"kv_cache_copy<\w+>": 8,  # in no step
-    r"attention_decode<\w+, 96, 8, 3>": 60,  # of sm_80; no model that is served has such heads
-    r"attention_prefill<\w+, 128, 2, 4, 2>": 64,  # 16 of sm_86 and 89, 64 of sm_100 and 120, beside 255 registers
-    # over a KV cache of codes: 16 queries' sums of 256 numbers, or 32 of 128, stand beside what decodes a tile
-    r"attention_decode<\w+, 256, \d, 2, .*>": 392,  # no model that is served has such heads
-    r"attention_prefill<\w+, 128, 2, 4, 1, .*>": 120,  # 36 and 44 of sm_100 and 120
-    r"attention_prefill<\w+, (80|96), 2, 4, 1, .*>": 52,  # 8 and 32 of sm_120
     r"linear_w4_sm90<.*>": 96,  # what is needed between two tiles
     r"attention_prefill_sm90<\w+, 256, 64, 2>": 80,  # what is needed between two items
 }

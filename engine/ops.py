@@ -73,6 +73,8 @@ class OpTable:
     layernorm: Callable[[Array, Array, Array | None, float], Array]  # (x, weight, bias, eps)
     add_layernorm: Callable[..., tuple[Array, Array]]  # (x, residual, weight, bias, eps)
     kv_cache_write: Callable[[Array, Array, Array, Array, Array], None]  # (k, v, slot_mapping, k_cache, v_cache)
+    # No step calls this: blocks are shared only when full, and are never written again. It is the form of the kernel in
+    # which both caches are one, which conformance checks, also of a kernel of the user's own.
     kv_cache_copy: Callable[[Array, Array, Array, Array], None]  # (k_cache, v_cache, src_blocks, dst_blocks)
     kv_cache_swap: Callable[..., None]  # (k_cache, v_cache, k_other, v_other, src_blocks, dst_blocks)
     rope_kv_write: Callable[..., Array]  # (q, k, v, cos_sin, slot_mapping, k_cache, v_cache, interleaved=…)

@@ -20,6 +20,7 @@ from engine.kernels.table import kernel_ops
 from tests.conformance.test_kernel_cases import HOST, is_slow
 from tests.cuda import (
     test_all_reduce,
+    test_all_reduce_islands,
     test_all_reduce_pair,
     test_all_reduce_pieces,
     test_linear,
@@ -182,8 +183,17 @@ def _wait_in_pieces_tests(stem: str, folder: Path) -> str:
     return ""
 
 
+def _island_tests(stem: str, folder: Path) -> str:
+    """The same over islands, and the very bits of ref."""
+    ops = test_all_reduce_islands.ranked(folder)
+    for missing in (0, 1, 3):
+        test_all_reduce_islands.test_a_rank_that_is_waited_for_in_vain_is_named(missing, ops)
+    return test_all_reduce_islands.other_bits(ops, 6, 2)
+
+
 MORE: dict[str, Callable[[str, Path], str]] = {  # they may raise AssertionError or KernelFault instead
     "all_reduce": _wait_tests,
+    "all_reduce_islands": _island_tests,
     "all_reduce_pair": _wait_in_pieces_tests,
     "all_reduce_pieces": _wait_in_pieces_tests,
     "linear": _linear_tests,

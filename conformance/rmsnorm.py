@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from conformance.case import HALVES, Case, Inputs, Kept, Outputs
 from conformance.inputs import guarded, normal
 from engine.ops import OpTable
-from ref.rmsnorm import add_rmsnorm, rmsnorm
+from ref.rmsnorm import add_rmsnorm, add_rmsnorm_ordered, rmsnorm, rmsnorm_ordered
 
 Array = NDArray[Any]
 
@@ -76,24 +76,30 @@ def _inputs(seed: int, num_tokens: int, hidden_size: int, eps: float, fused: boo
 
 
 def _reference(x: Array, weight: Array, eps: float, order: Array | None = None, storage: str | None = None) -> Outputs:
-    return {"normed": rmsnorm(x, weight, eps, order)}
+    return {"normed": rmsnorm(x, weight, eps) if order is None else rmsnorm_ordered(x, weight, eps, order)}
 
 
 def _candidate(ops: OpTable, x: Array, weight: Array, eps: float, order: Array | None = None) -> Outputs:
-    return {"normed": ops.rmsnorm(x, weight, eps, order)}
+    return {"normed": ops.rmsnorm(x, weight, eps) if order is None else ops.rmsnorm_ordered(x, weight, eps, order)}
 
 
 def _add_reference(
     x: Array, residual: Array, weight: Array, eps: float, order: Array | None = None, storage: str | None = None
 ) -> Outputs:
-    normed, new_residual = add_rmsnorm(x, residual, weight, eps, order, storage=storage)
+    if order is None:
+        normed, new_residual = add_rmsnorm(x, residual, weight, eps, storage=storage)
+    else:
+        normed, new_residual = add_rmsnorm_ordered(x, residual, weight, eps, order, storage=storage)
     return {"normed": normed, "new_residual": new_residual}
 
 
 def _add_candidate(
     ops: OpTable, x: Array, residual: Array, weight: Array, eps: float, order: Array | None = None
 ) -> Outputs:
-    normed, new_residual = ops.add_rmsnorm(x, residual, weight, eps, order)
+    if order is None:
+        normed, new_residual = ops.add_rmsnorm(x, residual, weight, eps)
+    else:
+        normed, new_residual = ops.add_rmsnorm_ordered(x, residual, weight, eps, order)
     return {"normed": normed, "new_residual": new_residual}
 
 

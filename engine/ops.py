@@ -65,8 +65,10 @@ class OpTable:
     linear: Callable[[Array, LinearWeight], Array]  # (x, weight)
     linear_gate_up_act: Callable[..., Array]  # (x, weight, activation): gate_up_act of linear
     logits: Callable[[Array, LinearWeight], Array]  # linear, in float32 whatever the type of x
-    rmsnorm: Callable[..., Array]  # (x, weight, eps, order)
-    add_rmsnorm: Callable[..., tuple[Array, Array]]  # (x, residual, weight, eps, order)
+    rmsnorm: Callable[[Array, Array, float], Array]  # (x, weight, eps)
+    add_rmsnorm: Callable[[Array, Array, Array, float], tuple[Array, Array]]  # (x, residual, weight, eps)
+    rmsnorm_ordered: Callable[[Array, Array, float, Array], Array]  # (x, weight, eps, order)
+    add_rmsnorm_ordered: Callable[..., tuple[Array, Array]]  # (x, residual, weight, eps, order)
     quantize_activations: Callable[..., tuple[Array, Array]]  # (x, kind)
     norm_quant: Callable[..., Array]  # (x, weight, eps, into): rmsnorm in codes, if the layer that it goes into has any
     add_norm_quant: Callable[..., tuple[Array, Array]]  # (x, residual, weight, eps, into)
@@ -109,6 +111,8 @@ def cpu_ops(num_threads: int = 1) -> OpTable:
         logits=partial(linear.logits, team=team),
         rmsnorm=rmsnorm.rmsnorm,
         add_rmsnorm=rmsnorm.add_rmsnorm,
+        rmsnorm_ordered=rmsnorm.rmsnorm_ordered,
+        add_rmsnorm_ordered=rmsnorm.add_rmsnorm_ordered,
         quantize_activations=fused.quantize_activations,
         norm_quant=rmsnorm.norm_quant,
         add_norm_quant=rmsnorm.add_norm_quant,

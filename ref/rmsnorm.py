@@ -15,15 +15,13 @@ from ref.numerics import round_to
 Array = NDArray[Any]
 
 
-def rmsnorm(x: Array, weight: Array, eps: float, order: Array | None = None) -> Array:
-    """y = x / sqrt(mean(x²) + eps) · weight, over the last axis; with an order, y[…, order].
+def rmsnorm(x: Array, weight: Array, eps: float) -> Array:
+    """y = x / sqrt(mean(x²) + eps) · weight, over the last axis.
 
     Args:
         x: [..., hidden_size].
         weight: [hidden_size]; the factor is weight itself, not 1 + weight.
         eps: keeps a row of zeros finite; inside the root.
-        order: [hidden_size], which element stands at each place, for a layer whose columns lie in another order
-            (act-order); None: each at its own.
     Returns:
         [..., hidden_size], dtype of x.
 
@@ -33,8 +31,19 @@ def rmsnorm(x: Array, weight: Array, eps: float, order: Array | None = None) -> 
     """
     mean_square = np.mean(np.square(x), axis=-1, keepdims=True)  # [..., 1]
     normed: Array = x / np.sqrt(mean_square + x.dtype.type(eps))
-    normed = normed * weight
-    return normed if order is None else normed[..., order]
+    return normed * weight
+
+
+def rmsnorm_ordered(x: Array, weight: Array, eps: float, order: Array) -> Array:
+    """rmsnorm(x, weight, eps)[…, order]: for a layer whose columns lie in another order (act-order).
+
+    Args:
+        x, weight, eps: as in rmsnorm.
+        order: [hidden_size], which element stands at each place.
+    Returns:
+        [..., hidden_size], dtype of x.
+    """
+    return rmsnorm(x, weight, eps)[..., order]
 
 
 def qk_norm(q: Array, k: Array, q_weight: Array, k_weight: Array, eps: float) -> tuple[Array, Array]:
@@ -55,16 +64,16 @@ def qk_norm(q: Array, k: Array, q_weight: Array, k_weight: Array, eps: float) ->
 
 
 def add_rmsnorm(
-    x: Array, residual: Array, weight: Array, eps: float, order: Array | None = None, *, storage: str | None = None
+    x: Array, residual: Array, weight: Array, eps: float, *, storage: str | None = None
 ) -> tuple[Array, Array]:
-    """new_residual = x + residual; normed = rmsnorm(new_residual, weight, eps, order).
+    """new_residual = x + residual; normed = rmsnorm(new_residual, weight, eps).
 
     A pre-norm decoder adds each block's output to the residual stream and norms the sum for the next block. The
     two steps are one here because one pass over memory can do both.
 
     Args:
         x, residual: [num_tokens, hidden_size].
-        weight, order: [hidden_size], as in rmsnorm.
+        weight: [hidden_size].
     Returns:
         (normed, new_residual), both [num_tokens, hidden_size], dtype of x.
 
@@ -72,4 +81,19 @@ def add_rmsnorm(
     the next layer will read too.
     """
     new_residual = round_to(x + residual, storage)
-    return round_to(rmsnorm(new_residual, weight, eps, order), storage), new_residual
+    return round_to(rmsnorm(new_residual, weight, eps), storage), new_residual
+
+
+def add_rmsnorm_ordered(
+    x: Array, residual: Array, weight: Array, eps: float, order: Array, *, storage: str | None = None
+) -> tuple[Array, Array]:
+    """add_rmsnorm, with normed[…, order]; new_residual keeps its own order.
+
+    Args:
+        x, residual, weight, eps: as in add_rmsnorm.
+        order: [hidden_size], as in rmsnorm_ordered.
+    Returns:
+        (normed, new_residual), both [num_tokens, hidden_size], dtype of x.
+    """
+    normed, new_residual = add_rmsnorm(x, residual, weight, eps, storage=storage)
+    return normed[..., order], new_residual

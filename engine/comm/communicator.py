@@ -109,14 +109,18 @@ class OneRank:
             return self._ops.layernorm(x, norm.weight, norm.bias, norm.eps)
         if norm.into is not None:
             return self._ops.norm_quant(x, norm.weight, norm.eps, norm.into)
-        return self._ops.rmsnorm(x, norm.weight, norm.eps, norm.order)
+        if norm.order is not None:
+            return self._ops.rmsnorm_ordered(x, norm.weight, norm.eps, norm.order)
+        return self._ops.rmsnorm(x, norm.weight, norm.eps)
 
     def reduce_add_norm(self, partial: Array, residual: Array, norm: Norm, which: StepSum) -> tuple[Array, Array]:
         if norm.kind == "layernorm":
             return self._ops.add_layernorm(partial, residual, norm.weight, norm.bias, norm.eps)
         if norm.into is not None:
             return self._ops.add_norm_quant(partial, residual, norm.weight, norm.eps, norm.into)
-        return self._ops.add_rmsnorm(partial, residual, norm.weight, norm.eps, norm.order)
+        if norm.order is not None:
+            return self._ops.add_rmsnorm_ordered(partial, residual, norm.weight, norm.eps, norm.order)
+        return self._ops.add_rmsnorm(partial, residual, norm.weight, norm.eps)
 
     def reduce_add(self, partial: Array, residual: Array, which: StepSum) -> Array:
         return partial + residual

@@ -48,6 +48,8 @@ def kernel_ops(device: Device, sampling: SamplingOps) -> OpTable:
         logits=partial(linear.logits, device=device),
         rmsnorm=partial(rmsnorm.rmsnorm, device=device),
         add_rmsnorm=partial(rmsnorm.add_rmsnorm, device=device),
+        rmsnorm_ordered=partial(rmsnorm.rmsnorm_ordered, device=device),
+        add_rmsnorm_ordered=partial(rmsnorm.add_rmsnorm_ordered, device=device),
         quantize_activations=partial(quantize.quantize_activations, device=device),
         norm_quant=partial(quantize.norm_quant, device=device),
         add_norm_quant=partial(quantize.add_norm_quant, device=device),

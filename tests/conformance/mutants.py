@@ -201,8 +201,8 @@ RMSNORM = mutants(
     (
         "add_rmsnorm",
         "old residual returned",
-        "    residual += x\n    return rmsnorm(residual, weight, eps, order), residual",
-        "    return rmsnorm(residual + x, weight, eps, order), residual",
+        "    residual += x\n    return rmsnorm(residual, weight, eps), residual",
+        "    return rmsnorm(residual + x, weight, eps), residual",
     ),
     (
         "rmsnorm",
@@ -210,8 +210,8 @@ RMSNORM = mutants(
         'np.einsum("th,th->t", x, x)',
         'np.einsum("th,th->", x, x) / np.float32(max(len(x), 1)) * np.ones(len(x), np.float32)',
     ),
-    ("rmsnorm", "order turned round", "out[:, order]", "out[:, np.argsort(order)]"),
-    ("add_rmsnorm", "order forgotten", "rmsnorm(residual, weight, eps, order)", "rmsnorm(residual, weight, eps)"),
+    ("rmsnorm_ordered", "order turned round", "eps)[:, order]", "eps)[:, np.argsort(order)]"),
+    ("add_rmsnorm_ordered", "order forgotten", "return normed[:, order], residual", "return normed, residual"),
 )
 ACTIVATION = mutants(
     "activation",

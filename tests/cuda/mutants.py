@@ -22,6 +22,11 @@ def mutants(stem: str, file: str, *faults: tuple[str, str, str]) -> list[Mutant]
     return [Mutant(stem, fault, file, old, new) for fault, old, new in faults]
 
 
+NORMED = "  norm_row<T, kRounds>(values, weights, size, eps);\n  "
+ADDED = (  # between a row of x and what is stored of it
+    "  add_residual<T, kRounds>(values, residual + row * residual_stride, new_residual + row * new_residual_stride, "
+    "size);\n" + NORMED
+)
 MUTANTS = (
     *mutants(
         "rmsnorm",
@@ -42,18 +47,18 @@ MUTANTS = (
         "rmsnorm.cu",
         (
             "row offset wraps",
-            "y + row * size, size, values);\n}\n\n//",
-            "y + static_cast<signed char>(row * size), size, values);\n}\n\n//",
+            "y + row * size, size, values);\n}\n\n// new",
+            "y + static_cast<signed char>(row * size), size, values);\n}\n\n// new",
         ),
         (
             "row of the neighbour",
-            "x + row * x_stride, size, values);\n  norm_row",
-            "x + (row ^ 1) * x_stride, size, values);\n  norm_row",
+            f"x + row * x_stride, size, values);\n{NORMED}store_rounds",
+            f"x + (row ^ 1) * x_stride, size, values);\n{NORMED}store_rounds",
         ),
         (
             "stride of x is its size",
-            "x + row * x_stride, size, values);\n  add",
-            "x + row * size, size, values);\n  add",
+            f"x + row * x_stride, size, values);\n{ADDED}store_rounds",
+            f"x + row * size, size, values);\n{ADDED}store_rounds",
         ),
         ("numbers taken before all are there", "  __syncthreads();\n", ""),
         ("places of the first round", "{places[round].x, ", "{places[0].x, "),
@@ -63,10 +68,8 @@ MUTANTS = (
         ("pieces behind the row", "if (piece<T>(round) >= size) continue;", ""),
         (
             "row of the first in all",
-            "store_in_order<T, kRounds>(y + row * size, size, values, places);\n  else\n"
-            "    store_rounds<T, kRounds>(y + row * size, size, values);\n}\n\n//",
-            "store_in_order<T, kRounds>(y, size, values, places);\n  else\n"
-            "    store_rounds<T, kRounds>(y + row * size, size, values);\n}\n\n//",
+            "store_in_order<T, kRounds>(y + row * size, size, values, places);\n}\n\n",
+            "store_in_order<T, kRounds>(y, size, values, places);\n}\n\n",
         ),
     ),
     *mutants(

@@ -117,7 +117,7 @@ def test_a_wrong_size_is_refused(stem: str, case: str, name: str, axis: int, mes
 def test_an_order_is_of_whole_pieces_of_16_bits(dtype: Any, size: int, message: str) -> None:
     x, weight, notes = np.zeros((2, size), dtype), np.zeros(size, dtype), Notes()
     with pytest.raises(KernelError, match=message):
-        kernel_ops(notes, sampling).rmsnorm(x, weight, 1e-5, np.arange(size, dtype=np.uint16))
+        kernel_ops(notes, sampling).rmsnorm_ordered(x, weight, 1e-5, np.arange(size, dtype=np.uint16))
     assert not notes.instances
 
 

@@ -185,7 +185,7 @@ FAULTS = {  # file, text found once in it, what replaces it
     "elements in another order": (DECODE, "(numbers[0], numbers[2])", "(numbers[0], numbers[1])"),
     "prefill: scales of the next tile": (
         PREFILL,
-        "if (token + kTile < end) load_codes(buffer ^ 1);",
+        "if (token + kTile <= of_block.newest) load_codes(buffer ^ 1);",
         "load_codes(buffer ^ 1), decode_tiles();",
     ),
     "prefill: values unscaled": (PREFILL, "(kCoded) score *= scales[", "(false) score *= scales["),

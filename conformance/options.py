@@ -18,7 +18,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Ends the process with status 2 and a message where they cannot be read."""
     if arguments and arguments[0] == "export":  # a command of its own, of the cases of the kernels
         arguments = _as_option(arguments[1:])
-    if _names(arguments, "--impl") and not _names(arguments, "--target", "--exercise"):
+    if _names(arguments, "--impl", "--list") and not _names(arguments, "--target", "--exercise"):
         arguments = [*arguments, "--target", "host"]
     parser = argparse.ArgumentParser(
         prog="python -m conformance",

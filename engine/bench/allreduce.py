@@ -135,6 +135,8 @@ def rows(trials: Sequence[Trial], has_int8: bool, held_to: Known) -> list[Row]:
 def table(about: dict[str, Any], trials: Sequence[Trial], best: dict[str, list[Row]]) -> str:
     """The report for people: every way by size, then the best of each setting."""
     link = "memory of each other" if about["has_peer"] else "the host"
+    if about["island_size"]:
+        link += f", memory of each other in islands of {about['island_size']}"
     cuda = f"{about['cuda'] // 1000}.{about['cuda'] % 1000 // 10}"
     lines = [
         f"{about['ranks']} x {about['gpu']}, CUDA {cuda}, through {link}; us of a call in a graph; all was tried in "

@@ -60,7 +60,7 @@ def time_ways(ranks: Ranks, sizes: Sequence[int]) -> tuple[dict[str, Any], list[
         "gpu": cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode(),
         "cuda": cupy.cuda.runtime.driverGetVersion(),
         "has_peer": len(links.channels) > 1,
-        "island_size": links.island_size,
+        "island_size": 0 if links.islands is None else links.islands.island_size,
         "nccl": why,  # is missing
         "seconds": seconds,
     }

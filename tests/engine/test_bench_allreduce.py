@@ -18,6 +18,7 @@ ABOUT = {
     "gpu": "NVIDIA H200",
     "cuda": 13010,
     "has_peer": False,
+    "island_size": 0,
     "nccl": "",
     "seconds": 1.25,
 }
@@ -79,7 +80,9 @@ def test_the_table_has_ways_and_verdicts() -> None:
     found = [*trials(window_pieces=4.3, nccl=2541.2), Trial("window", 4096, 4.1)]
     text = table(ABOUT, found, {"exact": rows(found, False, THROUGH_HOST)})
     first, head, *lines = text.splitlines()
-    assert first.startswith("2 x NVIDIA H200, CUDA 13.1, through the host")
+    assert first.startswith("2 x NVIDIA H200, CUDA 13.1, through the host; us")
+    in_islands = table(ABOUT | {"ranks": 8, "island_size": 4}, found, {})
+    assert "through the host, memory of each other in islands of 4; us" in in_islands
     assert head.split() == ["KiB", *map(str, KIB)]
     by_name = {line[:20].strip(): line[20:].split() for line in lines}
     assert by_name["nccl"] == ["2541"] * len(KIB)

@@ -15,11 +15,12 @@ from conformance.bench.place import Place, spread
 from conformance.bench.row import Call, Row, Sample
 from conformance.bench.rows_linear_w4 import GATED, integers_of_quad, packed_tensors
 from engine.coded8 import FP8, INT8
+from engine.kernels.linear_w4a8 import is_worth_it
 from engine.packed4 import PACKED, PACKED_GATED, ROWS
 from engine.weights import ActivationKind, LinearWeight
 from ref.activation import gate_up_act
 from ref.numerics import round_to
-from ref.quant.groups import GroupedInt
+from ref.quant.groups import GroupedInt, grouped_linear
 from ref.quant.w4a8 import w4a8_linear
 
 Array = Any
@@ -36,7 +37,8 @@ def rows() -> list[Row]:
 
 
 def row(kind: ActivationKind, name: str, num_tokens: int, out_features: int, in_features: int) -> Row:
-    """Beside it: the same weight with activations as they are, which must not be quicker."""
+    """Beside it: the same weight with activations as they are, which must not be quicker; they are so in the row too
+    where the engine's own choice is not to quantize them."""
     found = rows_linear_w4_many.row(name, num_tokens, out_features, in_features)
     gated = name.endswith(GATED)
     return replace(
@@ -58,6 +60,8 @@ def _call(
     weight = LinearWeight(PACKED_GATED if gated else PACKED, out_features, in_features, tensors, None)
     rival, stored = place.ops.prepare(weight), place.ops.prepare(replace(weight, activations=kind))
 
+    coded = is_worth_it(x, stored, place.device)
+
     def watch() -> Callable[[Array], list[Sample]]:
         tokens = spread(num_tokens)
         seen = place.get_rows(x, tokens)
@@ -67,7 +71,10 @@ def _call(
         }
 
         def truth(part: GroupedInt, dtype: Any, storage: str | None) -> Numbers:
-            z = w4a8_linear(seen.astype(dtype), part, kind=kind)
+            if coded:
+                z = w4a8_linear(seen.astype(dtype), part, kind=kind)
+            else:
+                z = grouped_linear(seen.astype(dtype), part, None, storage=storage)
             return gate_up_act(z if storage is None else round_to(z, storage), "silu") if gated else z
 
         return lambda y: [

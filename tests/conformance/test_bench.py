@@ -130,14 +130,21 @@ def test_buffers_are_more_than_a_cache_holds() -> None:
     assert num_passes(10**9, 4000.0) == 1
 
 
-@pytest.mark.parametrize("is_rounded", [True, False])
+@pytest.mark.parametrize(("is_rounded", "is_chosen"), [(True, True), (False, True), (True, False), (False, False)])
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize(("name", "out_features"), [("72b-o", 128), ("72b-gate_up", 192)])
 def test_rows_of_w4a8_want_activations_of_8_bits(
-    kind: ActivationKind, name: str, out_features: int, is_rounded: bool, monkeypatch: pytest.MonkeyPatch
+    kind: ActivationKind,
+    name: str,
+    out_features: int,
+    is_rounded: bool,
+    is_chosen: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The op table of a CPU has none, so they are rounded before it."""
+    """Where the engine would quantize them; else as they are. The op table of a CPU has none, so they are rounded
+    before it."""
     monkeypatch.setattr(measuring, "MOST", 2)
+    monkeypatch.setattr("engine.kernels.linear_w4a8.MIN_TOKENS", 5 if is_chosen else 6)
 
     def rounded(x: Any, weight: LinearWeight) -> Any:
         if not (weight.activations and is_rounded):
@@ -153,7 +160,7 @@ def test_rows_of_w4a8_want_activations_of_8_bits(
     )
     row = rows_linear_w4a8.row(kind, name, 5, out_features, 256)
     figure = measure(row, cpu_place(ops), Clock(), RATES)
-    assert ("has an error of" in figure.problem) is not is_rounded
+    assert ("has an error of" in figure.problem) is (is_rounded is not is_chosen)
     assert set(figure.others) == {row.peer} == {rows_linear_w4a8.W4A16}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,11 @@ def cases() -> list[Case]:
     found = [_case(name, i, "logits", _logits) for name in NAMES for i in range(len(prompts(name)))]
     greedy = [name for name in NAMES if name not in NO_GREEDY]
     found += [_case(name, i, "greedy", _greedy) for name in greedy for i in range(len(prompts(name)))]
-    pairs = [(family, form) for family in FORMAT_FAMILIES for form in FORMATS]
-    found += [_format_case(family, form, "float") for family, form in pairs]
-    return found + [_format_case(*pair, "format") for pair in pairs if FORMATS[pair[1]].activations is not None]
+    for family, form in product(FORMAT_FAMILIES, FORMATS):
+        found.append(_format_case(family, form, "float"))
+        if FORMATS[form].activations is not None:
+            found.append(_format_case(family, form, "format"))
+    return found
 
 
 def _case(name: str, prompt: int, array: str, reference: Any) -> Case:

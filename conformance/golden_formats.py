@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +192,20 @@ def format_model(folder: str | Path, family: str, name: str) -> Path:
 def format_folder(folder: str | Path, config: Config, name: str) -> Path:
     """A model with this config whose weights are of a format, all from a seed; returns the folder."""
     folder, form = Path(folder), FORMATS[name]
-    tensors = family_tensors(config, form.seed)
+    stored = _stored_tensors(json.dumps(config), name)
+    if form.config is not None:
+        config = config | {"quantization_config": form.config}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    write_stored(folder / "model.safetensors", stored)
+    return folder
+
+
+@lru_cache(maxsize=2)  # a case asks for the same several times
+def _stored_tensors(config: str, name: str) -> dict[str, Array]:
+    """config: as JSON."""
+    form = FORMATS[name]
+    tensors = family_tensors(json.loads(config), form.seed)
     if form.smooth:
         tensors = smooth(with_outliers(tensors))
     stored: dict[str, Array] = {}
@@ -202,9 +215,4 @@ def format_folder(folder: str | Path, config: Config, name: str) -> Path:
             continue
         module = key.removesuffix(".weight")
         stored |= {f"{module}.{suffix}": value for suffix, value in form.quantize(tensor).items()}
-    if form.config is not None:
-        config = config | {"quantization_config": form.config}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    write_stored(folder / "model.safetensors", stored)
-    return folder
+    return stored

@@ -7,7 +7,7 @@ that a run needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 from threading import local
@@ -56,19 +56,27 @@ class HostDevice:
         self._order = self._orders[0]
         self._sanitizer, self._folder = sanitizer, folder
         self._of_thread = local()  # rank: that of a thread, where there are ranks
-        self._libraries: dict[Instance, Library] = {}
+        self._libraries: dict[Instance, Future[Library]] = {}
 
     def build(self, instances: Iterable[Instance], num_jobs: int = 2) -> None:
         """Builds what is not there yet, num_jobs compilers at once."""
-        wanted = sorted(set(instances) - self._libraries.keys(), key=lambda instance: (instance.stem, instance.entry))
-        parts: list[list[Instance]] = []
+        wanted = list(instances)
+        with ThreadPoolExecutor(num_jobs) as team:
+            self.begin_build(wanted, team)
+        for instance in wanted:
+            self._libraries[instance].result()
+
+    def begin_build(self, instances: Iterable[Instance], team: Executor) -> None:
+        """The same while the first are launched already, files in the order of their first kernels. A launch waits for
+        its kernel, and raises BuildError in place of this."""
+        kernels = [instance for instance in dict.fromkeys(instances) if instance not in self._libraries]
+        places = {instance.stem: place for place, instance in reversed(list(enumerate(kernels)))}
+        wanted = sorted(kernels, key=lambda instance: (places[instance.stem], instance.stem, instance.entry))
         for _, group in groupby(wanted, key=lambda instance: instance.stem):
             found = list(group)
             num_parts = -(-len(found) // MAX_INSTANCES)
-            parts += [found[part::num_parts] for part in range(num_parts)]
-        with ThreadPoolExecutor(num_jobs) as team:
-            for part, library in zip(parts, team.map(self._library, parts), strict=True):
-                self._libraries |= dict.fromkeys(part, library)
+            for part in (found[number::num_parts] for number in range(num_parts)):
+                self._libraries |= dict.fromkeys(part, team.submit(self._library, part))
 
     def begin(self, run: int) -> None:
         """The order of blocks, warps and lanes from now on is that of this run."""
@@ -95,7 +103,7 @@ class HostDevice:
             self.build([instance])
         values = [Strided(value) if isinstance(value, np.ndarray) else value for value in arguments]
         rank = getattr(self._of_thread, "rank", None)
-        self._libraries[instance].launch(instance.entry, grid, block, values, shared_bytes, *self._order, rank)
+        self._libraries[instance].result().launch(instance.entry, grid, block, values, shared_bytes, *self._order, rank)
 
     def together(self, ranks: Sequence[Callable[[], T]]) -> list[T]:
         """What each rank gives, all running at the same time. Their kernels may wait for each other.

@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -67,15 +68,24 @@ class SwappedDevice:
         self._device.launch(self._swap(instance), *args, **kwargs)
 
 
-def host_machine(cases: Sequence[Case], swap: Swap | None = None, **options: Any) -> Machine:
-    """The kernels on this CPU; options: of HostDevice. swap: which kernel is launched in place of which.
+def host_machine(
+    cases: Sequence[Case], swap: Swap | None = None, team: Executor | None = None, **options: Any
+) -> Machine:
+    """The kernels on this CPU.
 
+    Args:
+        swap: which kernel is launched in place of which.
+        team: builds while the first cases run; None: all is built before.
+        options: of HostDevice.
     Raises:
         BuildError: see conformance.host_build.
     """
     host = HostDevice(**options)
     kernels = kernels_of(cases, host, swap)
-    host.build(kernels)
+    if team is None:
+        host.build(kernels)
+    else:
+        host.begin_build(kernels, team)
     device = BorderedDevice(host if swap is None else SwappedDevice(host, swap))
     memory = DeviceMemory(device, np.copy, np.copy, host_view, host.begin)
     return Machine(_ops(device, host.together, _host_window, HOST_ROW_THREADS), memory, {}, kernels)

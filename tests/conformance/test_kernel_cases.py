@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from conformance.case import Case
 from conformance.check import check, in_dtype, stored_inputs
 from conformance.machines import Machine, host_machine
 from conformance.suite import cases, left_out, rerun_command
+from engine.system import usable_cores
 
 HOST = [case for case in cases("host") if "host" not in case.skip]
 IN_FLOAT16_TOO = ("odd", "many", "part-dim80", "qk-norm-dim128", "nine-tokens", "decode-splits", "prefill-chunks")
@@ -31,10 +33,12 @@ def name_of(case: Case) -> str:
 
 
 @pytest.fixture(scope="module")
-def machine(request: pytest.FixtureRequest) -> Machine:
-    """With the kernels of all tests that were chosen, each .cu built once."""
+def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
+    """With the kernels of all tests that were chosen, each .cu built once; those of later tests while others run."""
     items = [item for item in request.session.items if getattr(item, "originalname", "") == test_case.__name__]
-    return host_machine([item.callspec.params["case"] for item in items if item.module.__name__ == __name__])
+    team = ThreadPoolExecutor(usable_cores())
+    yield host_machine([item.callspec.params["case"] for item in items if item.module.__name__ == __name__], team=team)
+    team.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize(

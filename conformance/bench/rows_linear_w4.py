@@ -30,7 +30,7 @@ SHAPES = {  # out_features, in_features; gate_up with the activation behind it
     "8b-gate_up": (28672, 4096),
     "8b-down": (4096, 14336),
 }
-TOKENS = (1, 4, 8, 16, 32, 64)
+TOKENS = (1, 4, 8, 16, 32, 64, 96)
 TOKENS_WITH_ZEROS = (1, 16)  # as AWQ has them
 FEW = 16  # tokens up to which 75 % of the limit are asked for
 GROUP_SIZE = 128

@@ -16,7 +16,13 @@ from engine.kernels.activation import FUNCTIONS
 from engine.kernels.check import ceil_div, literal, require, require_contiguous, require_half, stride, type_name
 from engine.kernels.device import Argument, Boxes, Device, Instance
 from engine.kernels.gather_columns import gather_columns
-from engine.kernels.linear_w4_many import linear_w4_many, linear_w4_many_gate_up_act, step_groups
+from engine.kernels.linear_w4_many import (
+    NARROW_TOKENS,
+    linear_w4_many,
+    linear_w4_many_gate_up_act,
+    narrow_microseconds,
+    step_groups,
+)
 from engine.kernels.linear_w4a8 import is_worth_it, linear_w4a8, linear_w4a8_gate_up_act
 from engine.packed4 import COLUMNS, PACKED, PACKED_GATED, ROWS, is_group_size
 from engine.weights import LinearWeight
@@ -129,7 +135,10 @@ CHOICES_SM90: tuple[Line, ...] = (
     (16, ((Wgmma(16, 1, 4, 2), 32, 1),), (Wgmma(16, 2, 2, 2),)),
     (32, (), (Wgmma(32, 2, 2, 2),)),
 )
-FEW_TOKENS, FEW_TOKENS_SM90 = 64, 32  # up to here 32 tokens at a time
+FEW_TOKENS, FEW_AT_ONCE = 64, 32  # on other GPUs up to 64 tokens, 32 at a time
+# Microseconds on an H200: of 32 tokens here, beside those for each number of the weight. 33 to 128 tokens are taken 32
+# at a time where the kernel that takes them at once (narrow_microseconds) has too few tiles to be quicker.
+AT_ONCE, OF_NUMBER = 6.0, 0.168e-6
 
 
 def linear_w4(x: Array, weight: LinearWeight, *, device: Device, dtype: Any = None) -> Array:
@@ -140,7 +149,7 @@ def linear_w4(x: Array, weight: LinearWeight, *, device: Device, dtype: Any = No
     y = device.empty((x.shape[0], weight.out_features), x.dtype if dtype is None else dtype)
     if is_worth_it(x, weight, device):
         linear_w4a8(kernel, x, weight, y, device)
-    elif not _is_few(x, device):
+    elif not _is_few(x, weight, device):
         linear_w4_many(kernel, x, weight, y, device)
     elif y.size:
         _run(kernel, x, weight, "kNone", y, device)
@@ -159,7 +168,7 @@ def linear_w4_gate_up_act(x: Array, weight: LinearWeight, activation: str, *, de
     x = _in_order(x, weight, device)
     if is_worth_it(x, weight, device):
         return linear_w4a8_gate_up_act(kernel, x, weight, activation, device=device)
-    if not _is_few(x, device):
+    if not _is_few(x, weight, device):
         return linear_w4_many_gate_up_act(kernel, x, weight, activation, device=device)
     y = device.empty((x.shape[0], weight.out_features // 2), x.dtype)
     if y.size:
@@ -173,12 +182,17 @@ def _in_order(x: Array, weight: LinearWeight, device: Device) -> Array:
     return x if order is None else gather_columns(x, order, device=device)
 
 
-def _is_few(x: Array, device: Device) -> bool:
-    """Whether linear_w4 itself takes these tokens.
-
-    64 of a layer of 72B, on an H200: twice 305 µs here, 562 with wgmma, 1050 with the weight decoded.
-    """
-    return bool(x.shape[0] <= (FEW_TOKENS_SM90 if device.has_wgmma else FEW_TOKENS))
+def _is_few(x: Array, weight: LinearWeight, device: Device) -> bool:
+    """Whether linear_w4 itself takes these tokens."""
+    num_tokens = x.shape[0]
+    if not device.has_wgmma:
+        return bool(num_tokens <= FEW_TOKENS)
+    if num_tokens <= FEW_AT_ONCE:
+        return True
+    microseconds = AT_ONCE + OF_NUMBER * weight.out_features * weight.in_features
+    return num_tokens <= NARROW_TOKENS and ceil_div(num_tokens, FEW_AT_ONCE) * microseconds < narrow_microseconds(
+        weight, device
+    )
 
 
 def _run(kernel: str, x: Array, weight: LinearWeight, activation: str, y: Array, device: Device) -> None:

@@ -42,6 +42,7 @@ NARROW = Wgmma("linear_w4_narrow_sm90", 64, 128, 4, 40960, 384, 34048)  # of 128
 # 59.3 and 51.0 for 192, 61.1 and 53.4 for 256, 119 and 97.9 for 512. The weight decoded for the vendor's library takes
 # 1.9, 1.6 and 1.4 times as long for 64, 256 and 512 tokens; for 8192, until power is the limit of both, 1854 for 1785.
 NARROW_TOKENS = 128  # up to here
+NARROW_OF_COLUMN = 7.25e-3  # microseconds of narrow tiles, one for each two SMs, of a column; 64 tokens and 128 alike
 TILE_TOKENS, TILE_ROWS = 256, 256  # of WIDE
 OUT_BYTES, GATED_OUT_BYTES = 128, 64  # a token of a box of its y
 SPLITS = (4, 2)  # clusters that share a tile of the last round
@@ -100,6 +101,12 @@ def splits_of_last_round(num_tokens: int, weight: LinearWeight, device: Device) 
     found = (splits for splits in SPLITS if 0 < last * splits <= clusters and steps >= LEAST_STEPS * splits)
     splits = next(found, 1)
     return splits, last if splits > 1 else 0
+
+
+def narrow_microseconds(weight: LinearWeight, device: Device) -> float:
+    """Of up to NARROW_TOKENS tokens, as fitted to times of an H200, on which layers of 72B and 8B take 31 to 252."""
+    rounds = ceil_div(ceil_div(weight.out_features, TILE_ROWS), device.num_sms // 2)
+    return rounds * weight.in_features * NARROW_OF_COLUMN
 
 
 def _launch_large(kernel: str, x: Array, weight: LinearWeight, activation: str, y: Array, device: Device) -> None:

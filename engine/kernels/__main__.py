@@ -16,11 +16,15 @@ from engine.checkpoint.loader import load_model_config
 from engine.checkpoint.source import resolve
 from engine.errors import GlintError
 from engine.kernels.arches import ARCHES
-from engine.kernels.compile import compile_all, nvrtc_version
-from engine.kernels.resources import as_dicts, launches_of, problem, table, uses
 from engine.kernels.shapes import MODEL_SHAPES
 from engine.model_config.read import model_config_from_hf
 from engine.system import cache_dir
+
+try:
+    from engine.kernels.compile import compile_all, nvrtc_version
+    from engine.kernels.resources import as_dicts, launches_of, problem, table, uses
+except ModuleNotFoundError as error:
+    sys.exit(f"python -m engine.kernels: {error}; it needs NVRTC: python -m pip install -e '.[nvrtc]', or make test")
 
 DESCRIPTION = "What each kernel takes of a GPU; none is needed. The first time all are compiled: minutes, or --model."
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import errno
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -330,3 +332,16 @@ def test_a_report_that_cannot_be_written_is_said_before(
     with pytest.raises(SystemExit, match="2"):
         main(["--json", str(tmp_path / "nowhere" / "report.json")])
     assert "report.json: cannot be written: No such file or directory" in capsys.readouterr().err
+
+
+def test_without_nvrtc_it_is_said_what_brings_it() -> None:
+    """Python's import finds the folder cuda of this tree first, which says nothing to anybody."""
+    lines = (
+        "import sys, runpy",
+        "sys.modules['cuda.bindings'] = None",
+        "runpy.run_module('engine.kernels', run_name='__main__')",
+    )
+    done = subprocess.run([sys.executable, "-c", "; ".join(lines)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("python -m engine.kernels: ")
+    assert done.stderr.endswith("it needs NVRTC: python -m pip install -e '.[nvrtc]', or make test\n")

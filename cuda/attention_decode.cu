@@ -202,8 +202,12 @@ struct CodedSums {
   }
 };
 
+// Instances that would be given fewer registers than they need: of sm_80, of sm_120, of sm_86.
+template <int kHeadDim, int kWarps, int kStages, typename C>
+constexpr bool kWantsAll = kIsCode<C> ? (kHeadDim == 96 && kStages == 2) || (kHeadDim == 256 && kWarps == 2) : kHeadDim == 96;
+
 template <typename T, int kHeadDim, int kWarps, int kStages, typename C = T, int kHeadTiles = 2>
-__global__ void __launch_bounds__(32 * kWarps, kHeadDim == 96 && !kIsCode<C>)  // of sm_80, else 128 registers are too few
+__global__ void __launch_bounds__(32 * kWarps, kWantsAll<kHeadDim, kWarps, kStages, C>)
     attention_decode(const T* q, const Stored<C>* k_cache, const Stored<C>* v_cache, const float* k_scales,
                      const float* v_scales, const int* __restrict__ block_table, const int* __restrict__ seq_lens, T* out, float* partial, float* lse, unsigned* counters,
                      int q_stride, int table_stride, int block_size, int n_heads, int n_kv_heads, int window,

@@ -111,9 +111,6 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
   constexpr int kQueries = 16 * kTiles * kWarps, kThreads = 32 * kWarps, kTile = kTokens<kHeadDim>;
   constexpr int kSteps = kHeadDim / 16, kUnits = kHeadDim / 8, kColumns = kTile / 8;
   constexpr int kLanes = power_of_two_from(kUnits), kPass = kThreads / kLanes, kPasses = kTile / kPass;
-  // Where registers are scarce less is kept in them; elsewhere that is slower.
-  constexpr bool kScarce = kTiles == 2 && kHeadDim >= (kCoded ? 80 : 128);
-  auto scarce = [](int x) { return kScarce ? anew(x) : x; };
   static_assert(kCoded || (kPass % 8 == 0 && kPasses % 4 == 0), "a thread copies rows that are swizzled alike");
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, pair = lane % 4;
   const int head = blockIdx.x, kv_head = head / (n_heads / n_kv_heads);
@@ -142,18 +139,14 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
   const int end = first_position + num_queries;  // no query sees a token from here on
   const int first_seen = window > 0 ? max(0, first_position - window + 1) : 0;  // or before this one
   const int begin = first_seen / kTile * kTile;
-  struct Block {
+  __shared__ struct {
     int seq, oldest, newest;  // tokens that some query sees
     int seen_by_all;          // from this one on, but for the causal mask
     int row_of_0;             // of q, had all tokens of the sequence a query
-  };
-  const Block found = {seq, first_seen, end - 1, window > 0 ? end - window : 0, first_row + first_query - first_position};
-  __shared__ Block kept;
-  if constexpr (kScarce) {
-    if (threadIdx.x == 0) kept = found;
-    __syncthreads();
-  }
-  const Block& of_block = kScarce ? kept : found;
+  } of_block;                 // read when needed, as registers are scarce
+  if (threadIdx.x == 0)
+    of_block = {seq, first_seen, end - 1, window > 0 ? end - window : 0, first_row + first_query - first_position};
+  __syncthreads();
 
   // A token that no query sees is read from the slot of one that is seen: its numbers are this sequence's own.
   auto find_slot = [&](int token) {
@@ -174,9 +167,8 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
   static_assert(2 * kTile <= kThreads, "a thread brings a scale at most");
   auto has_copy = [&](int at) { return kTile * kPieces % kThreads == 0 || at < kTile * kPieces; };
   auto slot_of_row = [&](int row, int buffer) { return slots[buffer][row % kPass * kPasses + row / kPass]; };
-  float next_scale = 0.0f;
   auto load_codes = [&](int buffer) {
-    const int thread = scarce(threadIdx.x);
+    const int thread = anew(threadIdx.x);
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       const int at = i * kThreads + thread, row = at / kPieces, unit = at % kPieces;
@@ -187,16 +179,12 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
     }
     if (thread < 2 * kTile) {
       const index_t slot = slot_of_row(thread % kTile, buffer);
-      const float* const from = (thread < kTile ? k_scales : v_scales) + slot * n_kv_heads + kv_head;
-      if constexpr (kScarce)
-        cp_async<4>(scales + 2 * kTile + thread, from);
-      else
-        next_scale = *from;
+      cp_async<4>(scales + 2 * kTile + thread, (thread < kTile ? k_scales : v_scales) + slot * n_kv_heads + kv_head);
     }
     cp_async_commit();
   };
   auto decode_tiles = [&] {
-    const int thread = scarce(threadIdx.x);
+    const int thread = anew(threadIdx.x);
 #pragma unroll
     for (int i = 0; i < 2 * kCopies; ++i) {
       const int at = i % kCopies * kThreads + thread, row = at / kPieces, unit = at % kPieces;
@@ -207,10 +195,10 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
       store16(tile + place<kHeadDim>(row, 2 * unit), numbers[0]);
       store16(tile + place<kHeadDim>(row, 2 * unit + 1), numbers[1]);
     }
-    if (thread < 2 * kTile) scales[thread] = usable_scale(kScarce ? scales[2 * kTile + thread] : next_scale);
+    if (thread < 2 * kTile) scales[thread] = usable_scale(scales[2 * kTile + thread]);
   };
   auto load = [&](T* tile, const Stored<C>* cache, int buffer) {
-    const char* const from = reinterpret_cast<const char*>(cache + scarce(copy_at));
+    const char* const from = reinterpret_cast<const char*>(cache + anew(copy_at));
     T* const to = tile + place<kHeadDim>(copy_row, copy_unit);
     if (kLanes == kUnits || copy_unit < kUnits)
 #pragma unroll
@@ -247,8 +235,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
   for (int m = 0; m < kTiles; ++m) base[m][0] = base[m][1] = -kInfinity;
   const float scale = sm_scale * kLog2e;
   float row_scale[kTiles][2];  // over codes
-  float v_unit = 0.0f, to_weights = 0.0f;  // the largest scale of a value so far; 2^11 over it
-  auto weights_over = [](float unit) { return unit < 1e-30f ? 0.0f : 2048.0f / unit; };
+  float v_unit = 0.0f;  // the largest scale of a value so far
   auto scale_of = [&](int m, int half) { return kCoded ? row_scale[m][half] : scale; };
   const int my_row = warp * 16 * kTiles, my_position = first_position + my_row;
 
@@ -259,7 +246,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
     for (int m = 0; m < kTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-#pragma unroll(kScarce || kHeadDim > 128 ? 1 : 8)
+#pragma unroll 1
         for (int row = 0; row < 8; ++row) {
           const float unit = prepare_row<T, kHeadDim>(q_tile, my_row + 16 * m + 8 * half + row);
           if (row == group) row_scale[m][half] = scale * unit * kQuickUnit<C>;
@@ -346,7 +333,6 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
         if (most != __float_as_uint(v_unit)) {  // of all lanes or none
           kept = v_unit / __uint_as_float(most);
           v_unit = __uint_as_float(most);
-          to_weights = weights_over(v_unit);
           grows = true;
         }
       }
@@ -388,7 +374,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
     }
     if (!seen) continue;
 
-    if constexpr (kScarce) to_weights = weights_over(v_unit);
+    const float to_weights = v_unit < 1e-30f ? 0.0f : 2048.0f / v_unit;
     float shift[kTiles][2];
 #pragma unroll
     for (int m = 0; m < kTiles; ++m)

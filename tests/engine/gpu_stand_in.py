@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.errors import KernelError
 from engine.kernels.device import Argument, Dims, Instance
 
 Work = Callable[[], None]
@@ -297,7 +298,7 @@ def gpu_forward(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     cupy.__dict__.update(cuda=cuda, asarray=asarray, empty=empty, zeros=zeros, ElementwiseKernel=ElementwiseKernel)
     cupy.__dict__["ndarray"] = lambda shape, dtype, memptr, strides: at(memptr, shape, dtype, strides).view(Array)
     gpu = ModuleType("engine.kernels.gpu")
-    gpu.__dict__.update(Gpu=Gpu, copy_rows=copy_rows, check=lambda result, name: result[1])
+    gpu.__dict__.update(Gpu=Gpu, copy_rows=copy_rows, check=lambda result, name: result[1], no_cuda=KernelError)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "engine.kernels.gpu", gpu)
     for name in MODULES:

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 from conformance.engine_run import LikeStore
+from engine.backends.backend import ALONE
 from engine.build import BuiltEngine, build_engine
 from engine.comm.communicator import OneRank
 from engine.config import EngineConfig, ParallelConfig, StepLimits
-from engine.errors import ConfigError
+from engine.errors import ConfigError, KernelError
 from engine.gpu_memory import DRIVER_PIECE
 from engine.halves import NEVER, Halving
 from engine.memory_plan import ALWAYS, Buffer
@@ -311,3 +312,18 @@ def test_allocations_while_serving_reach_the_stats(card: Card, tmp_path: Path) -
     assert engine.stats().late_allocations == 1
     assert engine.stats().late_allocations == 1
     del kept
+
+
+def test_cuda_that_does_not_start(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error is given to whoever explains it, here the stand-in for engine.kernels.gpu."""
+    module, cupy = sys.modules["engine.backends.cuda"], sys.modules["cupy"]
+    error = cupy.cuda.runtime.CUDARuntimeError("initialization error")
+
+    def count() -> int:
+        raise error
+
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", count, raising=False)
+    monkeypatch.setattr(module, "no_cuda", lambda found: KernelError(f"explained: {found}"))
+    with pytest.raises(KernelError, match="explained: initialization error") as caught:
+        module.make_backend(EngineConfig(model="M"), None, ALONE)
+    assert caught.value.__cause__ is error

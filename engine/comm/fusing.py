@@ -42,7 +42,7 @@ def rivals(ways: Mapping[str, Way], norm: RmsNorm, weight: Array) -> dict[str, W
     return found
 
 
-def kernels_of(channels: Mapping[str, Channel], weight: Array) -> tuple[Instance, ...]:
+def kernels_with_norm(channels: Mapping[str, Channel], weight: Array) -> tuple[Instance, ...]:
     """What has to be loaded on every rank before they are tried. weight: as of rivals, on any device."""
     notes, like = Notes(), np.zeros((max(ROWS), weight.size), weight.dtype)
     if not can_fuse(like):

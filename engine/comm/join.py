@@ -14,8 +14,7 @@ from typing import Any, Protocol
 import cupy
 import numpy as np
 
-from engine.comm.fusing import ROWS, fused_bytes, fused_plans, of_sums, rivals
-from engine.comm.fusing import kernels_of as kernels_with_norm
+from engine.comm.fusing import ROWS, fused_bytes, fused_plans, kernels_with_norm, of_sums, rivals
 from engine.comm.gpu_ranks import GpuRanks, Line
 from engine.comm.islands import largest_island
 from engine.comm.kept_times import digest_of, keep_times, load_times

@@ -12,8 +12,9 @@ import numpy as np
 from engine.errors import KernelError
 from engine.kernels.all_reduce_pieces import THREADS, chunks
 from engine.kernels.channel import Exchange
-from engine.kernels.check import ceil_div, require, require_aligned, require_contiguous, type_name, width
+from engine.kernels.check import ceil_div, type_name, width
 from engine.kernels.device import Device, Instance
+from engine.kernels.partials import require_partial
 
 Array = Any
 
@@ -31,12 +32,7 @@ def all_reduce_islands(x: Array, exchange: Exchange, residual: Array | None = No
     if not exchange.island_size or exchange.slots.num_stages < LEAST_STAGES:
         stages = exchange.slots.num_stages
         raise KernelError(f"{name}: islands of {exchange.island_size} with {stages} stages; it needs {LEAST_STAGES}")
-    require(name, "x", x, (None, None))
-    for what, array in (("x", x), ("residual", residual)):
-        if array is not None:
-            require(name, what, array, x.shape, x.dtype)
-            require_contiguous(name, what, array)
-            require_aligned(name, what, array.reshape(-1))
+    require_partial(name, x, residual)
     y = device.empty(x.shape, x.dtype) if residual is None else residual
     if x.size:
         pieces = ceil_div(int(x.size), width(x))

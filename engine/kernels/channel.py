@@ -264,8 +264,8 @@ def make_islands(
     """An exchange of islands, runs of as many ranks each: for all_reduce_islands alone. All memory is zeros at first.
 
     Args:
-        inboxes: [slots.island_bytes[0]] uint8 of each rank of this island, in memory of its GPU.
-        windows: [slots.island_bytes[1]] uint8 of each rank of all islands, memory that all read.
+        inboxes: [first of slots.island_bytes] uint8 of each rank of this island, in memory of its GPU.
+        windows: [second of slots.island_bytes] uint8 of each rank of all islands, memory that all read.
         state, alarm, number: as of make_channel.
     Raises:
         KernelError: there is one island, or no whole number of them.

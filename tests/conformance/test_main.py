@@ -61,6 +61,13 @@ def test_golden(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[1:] == ["1 passed, 0 failed, 0 skipped"]
 
 
+def test_a_list_needs_no_target(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is that of the host, where all can look."""
+    _, listed, _ = run(capsys, "--list", "--op", "rmsnorm")
+    assert listed == run(capsys, "--target", "host", "--list", "--op", "rmsnorm")[1]
+    assert any(line.startswith("rmsnorm add-ordered-wide") for line in listed)
+
+
 @pytest.mark.usefixtures("broken")
 def test_failing(capsys: pytest.CaptureFixture[str]) -> None:
     status, lines, _ = run(capsys, "--target", "cpu", "--op", "rmsnorm")
